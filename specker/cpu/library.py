@@ -228,6 +228,7 @@ def _loaded() -> tuple[Any, str | None]:
     lib.suffix_free.restype, lib.suffix_free.argtypes = None, [c_void_p]
     lib.suffix_append.argtypes = [c_void_p, c_void_p, c_int64]
     lib.suffix_bytes.restype, lib.suffix_bytes.argtypes = c_int64, [c_void_p]
+    lib.suffix_follow.restype, lib.suffix_follow.argtypes = c_int64, [c_void_p, c_void_p, *[c_int64] * 4]
     lib.suffix_draft.restype, lib.suffix_draft.argtypes = c_int64, [c_void_p, c_void_p, *[c_int64] * 6, *[c_void_p] * 3]
     return lib, None
 

@@ -50,6 +50,10 @@ class Index(Protocol):
     def append(self, tokens: Sequence[int]) -> None:
         """Add tokens at the end; END ends a text. Raises MemoryError."""
 
+    def follow(self, tokens: Sequence[int], most: int, nodes: int) -> tuple[int, int]:
+        """Add the next tokens of the last text, and find what `draft` would copy after it: the tokens of the match, up
+        to `most`, and those of the chain, up to `nodes`. Raises MemoryError."""
+
     def draft(self, tail: Sequence[int], most: int, depth: int, nodes: int, width: int = 1) -> Copy:
         """The draft after a text that ends with `tail`: up to `nodes` tokens on up to `width` paths of up to `depth`
         tokens, for matches of up to `most` tokens. nodes: at most 255."""
@@ -83,6 +87,14 @@ class Compiled:
         if not self._lib.suffix_append(self._handle, given.buffer_info()[0], len(given)):
             raise MemoryError
         self._count += len(given)
+
+    def follow(self, tokens: Sequence[int], most: int, nodes: int) -> tuple[int, int]:
+        given = array("i", tokens)
+        found = self._lib.suffix_follow(self._handle, given.buffer_info()[0], len(given), most, WALK, nodes)
+        if found < 0:
+            raise MemoryError
+        self._count += len(given)
+        return found >> 32, found & 0xFFFFFFFF
 
     def draft(self, tail: Sequence[int], most: int, depth: int, nodes: int, width: int = 1) -> Copy:
         end, out, about = array("i", tail), ((c_int32 * nodes) * 2)(), (c_int32 * 2)()
@@ -125,6 +137,11 @@ class Reference:
                     places.setdefault(tuple(self._tokens[place - n :]), []).append(place)
             self._tokens.append(token)
             self._run = 0 if token < 0 else self._run + 1
+
+    def follow(self, tokens: Sequence[int], most: int, nodes: int) -> tuple[int, int]:
+        self.append(tokens)
+        copy = self.draft(self._tokens[-min(most, self._run) :] if self._run else (), most, nodes, nodes)
+        return copy.matched, len(copy.tokens)
 
     def draft(self, tail: Sequence[int], most: int, depth: int, nodes: int, width: int = 1) -> Copy:
         found = dict(self._matches(list(tail), most, width > 1))

@@ -18,7 +18,7 @@ from specker.runtime.round.state import Request
 
 READ = Budget(-1, 0)  # for other ranks: the drafters only read
 LEAST = 4  # the fewest rows of a prompt that the drafter prefills before a round
-PATIENCE = 4  # looks for copies in vain, until a round goes without one
+PATIENCE = 4  # texts that were looked at in vain, until a round goes without a look for copies
 LOOKING = 0.02  # of the time: what looking for copies may take where they are found rarely
 
 
@@ -47,7 +47,7 @@ class DraftRunner:
         self.reading = WHOLE  # what the drafter with a model may prefill in this round
         self.reads = False  # whether it does, also if it drafts nothing
         self._plain_round_needs_no_drafter = False  # and no other rank's agreement
-        self._vain = 0  # looks for copies in a row after which nothing was drafted
+        self._vain = 0  # texts that were looked at in vain since the last draft
         self._unasked = 0  # plain rounds still to come without one
 
     @property
@@ -91,9 +91,13 @@ class DraftRunner:
         return budget, reason
 
     def _looked(self, n: int, reason: str, began: float) -> int:
-        """How many plain rounds of n requests may follow without a look for copies, after one that began at `began`."""
-        if reason != MEASURED:
-            self._vain = self._vain + 1 if reason in (MISSING, RESTS) else 0
+        """How many plain rounds of n requests may follow without a look for copies, after one that began at `began`.
+        Rounds that measure plain decoding go without, as plain decoding's do. A trial that fails says no more than the
+        looks before it."""
+        if reason == MEASURED:
+            return UNLIMITED
+        if not self.chooser.trial:
+            self._vain = self._vain + n if reason in (MISSING, RESTS) else 0
         if self._vain < PATIENCE:
             return 0
         took = (time.perf_counter() - began) / self.history.costs.plain(n)

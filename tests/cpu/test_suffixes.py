@@ -48,12 +48,15 @@ def test_both_forms_find_what_is_defined(seed):
     while len(tokens) < 600:
         new = [END if rng.random() < 0.02 else rng.randrange(vocab) for _ in range(rng.randint(1, 30))]
         tokens += new
-        for index in indices:
-            index.append(new)
+        known = tokens[max((i + 1 for i, token in enumerate(tokens) if token == END), default=0) :][-most:]
+        nodes = rng.randint(1, 20)
+        found = [index.follow(new, most, nodes) for index in indices]
+        own = indices[0].draft(known, most, nodes, nodes)
+        assert found == [(own.matched, len(own.tokens))] * len(indices)
         tail = [rng.randrange(vocab) for _ in range(12)] if rng.random() < 0.5 else tokens[-12:]
         tail = tail[-rng.randint(1, 12) :]
         tail = tail[max((i + 1 for i, token in enumerate(tail) if token == END), default=0) :]
-        depth, nodes, width = rng.randint(1, 9), rng.randint(1, 20), rng.randint(2, 5)
+        depth, width = rng.randint(1, 9), rng.randint(2, 5)
         chain, *others = [index.draft(tail, most, depth, depth) for index in indices]
         tree, *trees = [index.draft(tail, most, depth, nodes, width) for index in indices]
         assert [chain] * len(others) == others and [tree] * len(trees) == trees

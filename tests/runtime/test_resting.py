@@ -10,7 +10,7 @@ from pairs import perturbed
 import specker
 from specker.runtime import draft_runner
 from specker.runtime.control.policy import Match, Offer
-from specker.runtime.control.reasons import MISSING
+from specker.runtime.control.reasons import MEASURED, MISSING
 from specker.runtime.draft_runner import PATIENCE
 from specker.runtime.strategies.lookup.copy_drafter import LookupDrafter
 
@@ -73,10 +73,10 @@ def test_looks_for_copies_in_vain_become_rare(models, steady, monkeypatch, size,
     """Where they would take more than their share of the time. What is found counts again in the next round."""
     monkeypatch.setattr(draft_runner, "LOOKING", share)
     engine = specker.load(models["target"], strategy="lookup", device="cpu", batch_size=size)
-    looks, found = [], False
+    looks, found, prepare = [], False, LookupDrafter.prepare
 
     def prepared(self, requests):
-        self._follow(requests)
+        prepare(self, requests)
         looks.append(self)
         assert all(len(self._indices[r]) == len(r.token_ids) for r in requests), "skipped rounds are indexed later"
         return Offer(matches=[[Match(3, 9) if found else Match()] for _ in requests])
@@ -97,3 +97,8 @@ def test_looks_for_copies_in_vain_become_rare(models, steady, monkeypatch, size,
     looks.clear()
     engine.generate(prompts, 48)
     assert len(looks) == first, "a draft begins the count anew"
+    found = True
+    looks.clear()
+    monkeypatch.setattr("specker.runtime.control.choose.LOOK", 5)
+    measured = sum(each.stats.rests[MEASURED] for each in engine.generate(prompts, 48)) // size
+    assert measured >= 40 and len(looks) < 12, "rounds that measure plain decoding look once in five rounds"

@@ -279,6 +279,7 @@ def test_both_policies_learn_from_a_pair():
     before = [policy.parts[0].rate, policy.means(pair.beside).tokens]
     policy.taken(pair)
     policy.observe(Outcome(4, [0], beside=Outcome(4, [0, 1, 2, 3, 4])))
+    policy.announced([Match(6, 16)])
     assert policy.parts[0].rate < before[0] and policy.means(pair.beside).tokens > before[1]
 
 

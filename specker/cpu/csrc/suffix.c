@@ -223,3 +223,16 @@ int64_t suffix_draft(
     }
     return size;
 }
+
+// Appends the next tokens of the last text, and finds its match: the tokens of the match in the upper half, those of the
+// chain of up to `nodes` after it in the lower one. -1 without memory.
+int64_t suffix_follow(
+    suffix_index *x, const int32_t *tokens, int64_t count, int64_t most, int64_t walk, int64_t nodes
+) {
+    int32_t chain[NODES], parents[NODES], about[2];
+    if (!suffix_append(x, tokens, count)) return -1;
+    const int64_t length = x->run < most ? x->run : most, chained = nodes < NODES ? nodes : NODES;
+    const int32_t *tail = x->tokens + x->count - length;
+    const int64_t size = suffix_draft(x, tail, length, most, walk, chained, chained, 1, chain, parents, about);
+    return size ? (int64_t)about[0] << 32 | size : 0;
+}

@@ -128,15 +128,17 @@ class NgramPolicy(Policy):
         lengths = (*(n for n in LENGTHS if n < size.depth), size.depth)
         self.shapes = tuple(replace(size, nodes=n, depth=n) for n in lengths)
         self.matched = self.available = 0
+        self._rate = 0.0  # a_n of the match
 
     def announced(self, matches: Sequence[Match]) -> None:
-        most = self.shapes[-1].depth
-
-        def promised(match: Match) -> float:
-            return total(self.rate_of(match.matched, match.source), min(most, match.available)) if match.matched else 0
-
-        best = max(matches, key=promised)  # the first of equals
-        self.matched, self.available, self.source = best
+        rates = [self.rate_of(match.matched, match.source) if match.matched else 0.0 for match in matches]
+        best = 0
+        if len(matches) > 1:
+            most = self.shapes[-1].depth
+            promised = [total(a, min(most, match.available)) for a, match in zip(rates, matches, strict=True)]
+            best = promised.index(max(promised))  # the first of equals
+        self.matched, self.available, self.source = matches[best]
+        self._rate = rates[best]
 
     def budgets(self) -> Sequence[Budget]:
         """Drafts up to the number of tokens that can be copied."""
@@ -159,11 +161,10 @@ class NgramPolicy(Policy):
         if not self.matched:
             return Means(1.0, 0, 0)
         copied = min(budget.depth, self.available)
-        return Means(total(self.rate_of(self.matched, self.source), copied), copied, copied)
+        return Means(total(self._rate, copied), copied, copied)
 
     def chances(self, count: int, confidence: Sequence[float]) -> list[float]:
-        a = self.rate_of(self.matched, self.source) if self.matched else 0.0
-        return [a ** (i + 1) for i in range(count)]
+        return [self._rate ** (i + 1) for i in range(count)]
 
     def observe(self, outcome: Outcome) -> None:
         if outcome.drafted and self.matched:

@@ -62,22 +62,18 @@ class LookupDrafter(Drafter):
         return sum(each.bytes for each in (*self._indices.values(), *self._predictions.values(), *kept))
 
     def prepare(self, requests: list[Request]) -> Offer:
-        self._follow(requests)
+        self._begin(requests)
         return Offer(matches=[self._matches(request) for request in requests], fixes=lambda budget: True)
 
-    def _follow(self, requests: list[Request]) -> None:
-        """Index the texts of the batch. Those that have left it have ended."""
-        present = dict.fromkeys(requests)
+    def _begin(self, requests: list[Request]) -> None:
+        """Make an index for each new text of the batch. Texts that have left it have ended."""
+        present = set(requests)
         for request in [request for request in self._indices if request not in present]:
             self._end(request)
-        for request in present:
-            index = self._indices.get(request)
-            if index is None:
-                index = self._indices[request] = new_index(*self.suffixes)
-                if request.prediction:
-                    self._predictions[request] = self._predicted(request)
-            if len(index) < len(request.token_ids):
-                index.append(request.token_ids[len(index) :])
+        for request in [request for request in requests if request not in self._indices]:
+            self._indices[request] = new_index(*self.suffixes)
+            if request.prediction:
+                self._predictions[request] = self._predicted(request)
 
     def _predicted(self, request: Request) -> Index:
         """An index of the prediction behind the prompt's last tokens: the answer's first draft is its beginning."""
@@ -105,8 +101,16 @@ class LookupDrafter(Drafter):
         self._written = added
 
     def _matches(self, request: Request) -> list[Match]:
-        found = [(source, self._copy(request, source, self.longest, self.longest, 1)) for source in SOURCES]
-        return [Match(copy.matched, len(copy.tokens), source) for source, copy in found if source == OWN or copy.tokens]
+        """Index the new tokens of a text, and find its match in each source; none is named that has no match, but for
+        the text itself."""
+        index, matches = self._indices[request], []
+        for source in SOURCES:
+            if source == OWN:
+                new = request.token_ids[len(index) :]
+                matches.append(Match(*index.follow(new, self.suffixes[1], self.longest)))
+            elif (copy := self._copy(request, source, self.longest, self.longest, 1)).tokens:
+                matches.append(Match(copy.matched, len(copy.tokens), source))
+        return matches
 
     def _copy(self, request: Request, source: str, depth: int, nodes: int, width: int) -> Copy:
         pool, most = self._pool(request, source), self.suffixes[1]
@@ -126,10 +130,12 @@ class LookupDrafter(Drafter):
 
     def propose(self, batch: Batch) -> Draft:
         """Draft for all sequences. A text without a match drafts nothing; shorter drafts are padded."""
-        self._follow(batch.requests)
+        self._begin(batch.requests)
         depth, found = min(batch.budget.depth, batch.budget.nodes), []
         for request in batch.requests:
-            source = request.policy.source
+            source, index = request.policy.source, self._indices[request]
+            if len(index) < len(request.token_ids):  # no look came before, as in a warm-up
+                index.append(request.token_ids[len(index) :])
             copy = self._copy(request, source, depth, batch.budget.nodes, self.width)
             if (pool := self._pool(request, source)) is not None and copy.tokens:
                 pool.used(copy.place)
