@@ -75,7 +75,8 @@ class Timing:
 
 
 def measure(ways: dict[str, Callable[[], Any]], rounds: int = 5, warmup: int = 1) -> dict[str, Timing]:
-    """Call each way `warmup` times untimed, then once in each of `rounds` rounds, with CUDA synchronised around it."""
+    """Call each way `warmup` times untimed, then once in each of `rounds` rounds, with CUDA synchronised around it. The
+    order is drawn anew each time, since a way finds in the caches what the one before it left."""
     if rounds < 1 or not ways:
         raise ValueError(f"nothing to measure: {len(ways)} ways, {rounds} rounds")
     for _ in range(warmup):
@@ -83,15 +84,14 @@ def measure(ways: dict[str, Callable[[], Any]], rounds: int = 5, warmup: int = 1
             call()
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     last: dict[str, Any] = {}
-    order = list(ways)
+    order = random.Random(0)
     for _ in range(rounds):
-        for name in order:
+        for name in order.sample(list(ways), len(ways)):
             wait()
             start = time.perf_counter()
             last[name] = ways[name]()
             wait()
             seconds[name].append(time.perf_counter() - start)
-        order = order[1:] + order[:1]
     return {name: Timing(tuple(seconds[name]), last[name]) for name in ways}
 
 
@@ -102,9 +102,9 @@ def measure_each(
     warmup: int = 1,
     seconds: float = math.inf,
 ) -> dict[str, Timing]:
-    """`measure` for ways that take one item. They take turns at every item, so compared calls are seconds apart, in an
-    order drawn anew, since a way finds in the caches what the one before it left. A round's seconds are the sum over
-    the items; `last` is the list of their results. No further round begins that would probably end after `seconds`."""
+    """`measure` for ways that take one item. They take turns at every item, so compared calls are seconds apart. A
+    round's seconds are the sum over the items; `last` is the list of their results. No further round begins that would
+    probably end after `seconds`."""
     if rounds < 1 or not ways or not items:
         raise ValueError(f"nothing to measure: {len(ways)} ways, {len(items)} items, {rounds} rounds")
     each: dict[str, list[float]] = {name: [] for name in ways}

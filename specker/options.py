@@ -155,6 +155,12 @@ class Common:
         "int8 with a scale for each head and row",
         choices=KV_DTYPES,
     )
+    huge_pages: str = opt(
+        "on",
+        "on a CPU under Linux, move weights to huge pages, which are faster; memory then holds a copy of weights that "
+        "are mapped from files: on, where half of the free memory suffices, or off",
+        choices=("on", "off"),
+    )
     max_context: int | None = opt(
         None, "positions to allocate K/V for (default: as many as the checkpoint allows and fit in memory)", least=1
     )

@@ -107,7 +107,7 @@ MORE = {
     "drafts": ("draft_tokens", "tree", "policy", "as_published", "prediction"),
     "output": ("json", "trace", "view"),
     "batches and memory": ("batch_size", "kv_tokens", "max_context", "prefix_cache"),
-    "device and precision": ("device", "dtype", "quantize", "draft_quantize", "kv_dtype"),
+    "device and precision": ("device", "dtype", "quantize", "draft_quantize", "kv_dtype", "huge_pages"),
     "several GPUs, in a torchrun job": ("tp", "dp", "draft_ranks", "draft_layout", "reduce"),
 }
 USUAL = f"what the checkpoint recommends, else {TEMPERATURE}"  # Engine.usual_sampling

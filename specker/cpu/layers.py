@@ -33,12 +33,14 @@ from specker.cpu.library import (
     ProductCall,
     RestoreCall,
     SampleCall,
+    Segment,
     address,
     available,
     native,
     team,
 )
 from specker.cpu.packed import Packed
+from specker.cpu.pages import Place
 from specker.kernels.adjust_rows import Arguments as AdjustRows
 from specker.kernels.cluster_topk import Arguments as ClusterTopk
 from specker.kernels.delta_rows import BLOCK as DELTA_BLOCK
@@ -159,6 +161,8 @@ class Stack:
         counts: dict[bool, int] = {False: 0, True: 0}  # layers of each kind, without those that read others' K/V
         D = next((rope.shape[2] for rope in ropes if rope is not None), 0)
         sizes = {D, *(kv.dim for kv in spec.kvs)}
+        self.places: list[Place] = []  # of the matrices
+        self._copies: list[Tensor] = []  # that are read in place of those of `layers`
         self._ones = {n: torch.ones(n, dtype=torch.float32, device="cpu") for n in sizes}  # weights of norms of V
         self.convolutions = [None if w.conv is None else w.conv.T.contiguous() for w in layers]  # [K, C]
         for n, (struct, w, rope) in enumerate(zip(self._layers, layers, ropes, strict=True)):
@@ -212,8 +216,18 @@ class Stack:
             if KINDS[name].product:
                 activations = self.activations if KINDS[name].quantisable else "float32"
                 setattr(struct, name, Matrix.of(_rows(weight), activations))
+                runs = [weight] if isinstance(weight, Tensor) else [run.data for run in weight.runs]
+                parts = getattr(struct, name).parts
+                self.places += [self._place(parts[i], data) for i, data in enumerate(runs)]
             else:
                 setattr(struct, name, (weight if name != "conv" or convolution is None else convolution).data_ptr())
+
+    def _place(self, part: Segment, data: Tensor) -> Place:
+        def move(copy: Tensor) -> None:
+            self._copies.append(copy)
+            part.data = copy.data_ptr()
+
+        return Place(data.data_ptr(), data.nbytes, move)
 
     def read(self, pairs: PairWeights) -> None:
         """From now on, run over pairs."""

@@ -27,11 +27,13 @@ whole cache lines.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from specker.cpu.pages import Place
 from specker.kernels import quant
 from specker.kernels.quant import Quantized, packed, unpacked
 
@@ -188,6 +190,16 @@ class Packed:
             ids.data_ptr(),
             len(at),
         )
+
+    @property
+    def places(self) -> list[Place]:
+        """Of the runs."""
+
+        def move(n: int, copy: Tensor) -> None:
+            run = self.runs[n]._replace(data=copy.view(self.runs[n].data.shape))
+            object.__setattr__(self, "runs", (*self.runs[:n], run, *self.runs[n + 1 :]))
+
+        return [Place(run.data.data_ptr(), run.data.nbytes, partial(move, n)) for n, run in enumerate(self.runs)]
 
     @property
     def segments(self) -> list[tuple[int, int, int]]:

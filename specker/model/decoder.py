@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specker.cpu import Packed, Stack, available, product, restored, serves
+from specker.cpu.pages import Place
 from specker.fields import option
 from specker.kernels.expert_linear import expert_linear
 from specker.kernels.expert_route import expert_route
@@ -142,6 +143,13 @@ class Model:
         heads = c.num_heads, c.num_kv_heads
         numbers = c.rms_norm_eps, self.scale, self.activations
         return Stack(layers, c.layer, heads, ropes, *numbers, communicator, self.part.whole_mixers)
+
+    @property
+    def places(self) -> list[Place]:
+        """Where the compiled kernels read this model's matrices."""
+        if self.stack is None:
+            return []
+        return [*self.stack.places, *(self.head.places if isinstance(self.head, Packed) else [])]
 
     @property
     def counts_experts(self) -> bool:

@@ -15,11 +15,14 @@ from specker.answers.parts import Part, joined
 from specker.answers.reader import Reader, reading
 from specker.checkpoints.checkpoint import Checkpoint
 from specker.checkpoints.gguf.cache import origin
+from specker.cpu import Packed
+from specker.cpu.pages import HugePages
 from specker.fields import option
 from specker.kernels.delta_rows import BLOCK
 from specker.model.cache import KVCache
 from specker.model.config import ModelConfig, layer_elements
 from specker.model.decoder import Model
+from specker.model.memory import free
 from specker.model.states import AHEAD
 from specker.options import GRAPHS, TEMPERATURE, Options, Params
 from specker.runtime import check, strategies, text
@@ -118,6 +121,7 @@ class Engine:
             o.prefix_cache,
             ranks,
             None if drafts_locally or ranks is None else partial(share, ranks),
+            huge_pages(o, model, self.cache, self.drafters),
         )
         policy, eos_ids = partial(strategies.policy, self.policies), self.target.config.eos_ids
         copies = any(source.strategy.name == strategies.COPY for source in o.sources)
@@ -553,6 +557,21 @@ def fixed_shapes(o: Options, model: Model, ranks: Ranks | None) -> bool:
     if model.device.type == "cuda" and not kernels:
         raise ValueError(f"{asked} needs kernels, and float64 has none: use another {option('dtype')}")
     return True
+
+
+def huge_pages(o: Options, model: Model, cache: KVCache, drafters: Sequence[Drafter]) -> HugePages:
+    """What moves the matrices that compiled kernels read to huge pages. Copies take at most half of the memory that the
+    K/V leave."""
+    if o.huge_pages == "off":
+        return HugePages()
+    models = {model, *(drafter.model for drafter in drafters if drafter.model is not None)}
+    heads = {drafter.head.weight for drafter in drafters if drafter.head is not None}
+    own = [place for head in heads if isinstance(head, Packed) for place in head.places]
+    places = {place.address: place for place in (*own, *(place for each in models for place in each.places))}
+    caches = {cache, *(drafter.cache for drafter in drafters if drafter.cache is not None)}
+    kept = sum(x.nbytes for each in caches for x in each.kv)
+    available = free(model.device) if places else None
+    return HugePages([*places.values()], None if available is None else max(0, available - kept) // 2)
 
 
 def draft_cost(

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from specker.cpu import one_torch_thread
+from specker.cpu.pages import HugePages
 from specker.model.cache import KVCache
 from specker.model.decoder import Model
 from specker.model.prefill import prompt_chunks
@@ -35,6 +36,8 @@ from specker.runtime.round.round import Round, collect, launch, send
 from specker.runtime.round.state import Request, State
 from specker.runtime.slots import Slots
 
+MOVING = 0.1  # of a step's time: what moving weights to huge pages takes after it
+
 
 @dataclass(eq=False)
 class Loop:
@@ -52,6 +55,7 @@ class Loop:
     prefixes: str = "off"  # which K/V of earlier texts a request takes over (slots.py)
     ranks: Ranks | None = None
     share: Callable[[Batch, Draft], Draft] | None = None  # `Round.share`
+    pages: HugePages = field(default_factory=HugePages)  # of the models' weights
     trace: Callable[[dict[str, Any]], None] | None = None  # called with every request's part of every round
     pending: deque[Round] = field(init=False, default_factory=deque)  # launched rounds
     state: State = field(init=False)
@@ -174,6 +178,7 @@ class Loop:
             self.retire()
         if r.parts:
             self.prompts.joined(r)
+        self.pages.some(MOVING * (time.perf_counter() - start))
         return events
 
     def _launch(self) -> None:

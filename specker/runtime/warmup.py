@@ -44,6 +44,7 @@ def warm_up(
     tokens with and without the drafter, and measure what rounds cost, for policies that rest. `on_progress` is called
     with (done, of)."""
     loop = session.loop
+    loop.pages.all()
     if loop.graphs.capture:
         gc.collect()  # the graphs of engines that were dropped: torch does not collect before a capture
     if loop.fixed:

@@ -22,10 +22,12 @@ def test_quantiles() -> None:
 
 def test_configurations_take_turns() -> None:
     calls: list[str] = []
-    timings = measure({name: lambda name=name: calls.append(name) or name for name in "abc"}, rounds=3, warmup=2)
-    assert "".join(calls) == "abcabc" + "abc" + "bca" + "cab"
+    timings = measure({name: lambda name=name: calls.append(name) or name for name in "abc"}, rounds=6, warmup=2)
+    rounds = ["".join(calls[n : n + 3]) for n in range(0, 24, 3)]
+    assert rounds[:2] == ["abc", "abc"] and all(sorted(each) == ["a", "b", "c"] for each in rounds)
+    assert len(set(rounds)) > 2, "a way does not always follow the same one"
     assert {name: timing.last for name, timing in timings.items()} == {"a": "a", "b": "b", "c": "c"}
-    assert all(len(timing.seconds) == 3 for timing in timings.values())
+    assert all(len(timing.seconds) == 6 for timing in timings.values())
     with pytest.raises(ValueError, match="nothing to measure"):
         measure({}, rounds=3)
     with pytest.raises(ValueError, match="nothing to measure"):
