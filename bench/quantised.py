@@ -46,6 +46,7 @@ from bench.peer_settings import gguf_of
 from specker import cpu
 from specker.cpu import one_torch_thread
 from specker.cpu.packed import Packed, of_quantised
+from specker.cpu.pages import allocated
 from specker.kernels import quant
 from specker.kernels.row_linear import row_linear
 from specker.model.config import layer_elements
@@ -216,10 +217,11 @@ def perplexity(args: Args) -> list[dict[str, Any]]:
 
 def passes(args: Args) -> list[dict[str, Any]]:
     rows = []
-    big = torch.ones(COLD // 4)
+    big = allocated(COLD).view(torch.float32).fill_(1.0)  # on huge pages, as weights are
     counts = list(map(int, args.rows.split(",")))
     for target in args.targets.split(",") if args.targets else [str(real.file())]:
         engine = specker.load(target, strategy="ar", max_context=TEXT + max(counts))
+        engine.loop.pages.all()
         model, cache = engine.model, engine.cache
         cache.take(0, TEXT + max(counts))
         prefill(model, cache, list(range(TEXT)))

@@ -24,6 +24,7 @@ class LoadOptions(TypedDict, total=False):
     draft_quantize: Bits | Literal["stored"] | None
     activations: Literal["int8", "bfloat16", "float32"] | None
     kv_dtype: Literal["float32", "bfloat16", "float16", "int8"] | None
+    huge_pages: Literal["on", "off"]
     max_context: int | None
     page_size: int
     batch_size: int

@@ -3,8 +3,9 @@
 A decoding step reads every weight, and the processor translates the address of every page. Linux maps files in pages of
 4 KiB. In a virtual machine each translation has two steps, and a single core then reads half of what it could
 (bench/LOG.md). So weights that are mapped from files are copied to anonymous memory with pages of 2 MiB, and weights in
-anonymous memory get such pages in place. That takes as long as some ten to a hundred decoding steps, so it is done in
-small parts between steps, or at once in a warm-up. Kernels may read either copy meanwhile, since both are equal.
+anonymous memory get such pages in place. That takes as long as some ten to a hundred decoding steps, and a step is then
+a sixth shorter. So it is done at once in a warm-up, otherwise in small parts between steps, once a process has decoded
+for as long as moving all probably takes. Kernels may read either copy meanwhile, since both are equal.
 """
 
 import ctypes
@@ -24,6 +25,8 @@ LINE = 64
 ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 MAPS = Path("/proc/self/maps")
 COLLAPSE = 25  # MADV_COLLAPSE, Linux 6.1
+SECONDS = 5.0  # of decoding steps, before any weight moves without a warm-up
+MOVING = 0.25  # of a step's time: what moving takes after it
 
 
 class Place(NamedTuple):
@@ -40,6 +43,7 @@ class HugePages:
     def __init__(self, places: Sequence[Place] = (), most: int | None = None):
         """`most`: bytes that copies may take; None: any number. More are not made."""
         self._parts: Iterator[None] | None = None
+        self._decoded = 0.0  # seconds
         if places and offered():
             mapped = mapped_files()
             copied = [place for place in places if mapped(place.address)]
@@ -51,6 +55,12 @@ class HugePages:
     @property
     def done(self) -> bool:
         return self._parts is None
+
+    def after(self, seconds: float) -> None:
+        """Called after a step that took so long."""
+        self._decoded += seconds
+        if self._decoded > SECONDS and self._parts is not None:
+            self.some(MOVING * seconds)
 
     def some(self, seconds: float) -> None:
         """Move parts for so long, at least one unless all are moved."""

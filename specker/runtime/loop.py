@@ -36,8 +36,6 @@ from specker.runtime.round.round import Round, collect, launch, send
 from specker.runtime.round.state import Request, State
 from specker.runtime.slots import Slots
 
-MOVING = 0.1  # of a step's time: what moving weights to huge pages takes after it
-
 
 @dataclass(eq=False)
 class Loop:
@@ -178,7 +176,7 @@ class Loop:
             self.retire()
         if r.parts:
             self.prompts.joined(r)
-        self.pages.some(MOVING * (time.perf_counter() - start))
+        self.pages.after(time.perf_counter() - start)
         return events
 
     def _launch(self) -> None:

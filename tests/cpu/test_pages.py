@@ -54,6 +54,19 @@ def test_parts_of_a_file_are_copied_one_after_another(tmp_path):
 
 
 @linux
+def test_a_short_text_moves_nothing(tmp_path, monkeypatch):
+    x, moved = mapped(tmp_path / "x", 2 * HUGE), []
+    moving = HugePages([Place(x.data_ptr(), x.nbytes, moved.append)])
+    monkeypatch.setattr(pages, "SECONDS", 4)
+    monkeypatch.setattr(moving, "some", moved.append)
+    for _ in range(4):
+        moving.after(1.0)
+    assert not moved
+    moving.after(1.0)
+    assert moved == [pages.MOVING]
+
+
+@linux
 def test_too_little_memory_leaves_the_files(tmp_path, monkeypatch):
     x = mapped(tmp_path / "x", HUGE)
     place = Place(x.data_ptr(), x.nbytes, pytest.fail)
@@ -85,7 +98,8 @@ def test_where_linux_has_no_huge_pages_nothing_moves(tmp_path, monkeypatch, said
 def test_no_token_changes_while_weights_move(tmp_path, monkeypatch, tied):
     """The weights of a GGUF file are mapped. They move while a text is decoded, for a target and for its draft."""
     monkeypatch.setenv("SPECKER_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("specker.runtime.loop.MOVING", 0)  # a part after each step
+    monkeypatch.setattr(pages, "SECONDS", 0)
+    monkeypatch.setattr(pages, "MOVING", 0)  # a part after each step
     file = write(tmp_path / "tiny.gguf", make(tmp_path / "source", tied=tied, **SIZES), "Q8_0")
     stays, moves = (specker.load(file, file, strategy="draft", device="cpu", huge_pages=on) for on in ("off", "on"))
     places = [*moves.model.places, *moves.drafters[0].model.places]
