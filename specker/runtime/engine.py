@@ -45,6 +45,7 @@ from specker.runtime.strategies.vocabtrim import trim
 from specker.runtime.strategies.vocabtrim.head import TrimmedHead
 from specker.runtime.text import Counts, Generation, Prompt, Prompts, Stop
 from specker.runtime.warmup import warm_up
+from specker.torchrun import processes_here
 
 if TYPE_CHECKING:
     from specker.arguments import EachOption, RequestOptions
@@ -561,7 +562,7 @@ def fixed_shapes(o: Options, model: Model, ranks: Ranks | None) -> bool:
 
 def huge_pages(o: Options, model: Model, cache: KVCache, drafters: Sequence[Drafter]) -> HugePages:
     """What moves the matrices that compiled kernels read to huge pages. Copies take at most half of the memory that the
-    K/V leave."""
+    K/V leave, and the processes of a job share that."""
     if o.huge_pages == "off":
         return HugePages()
     models = {model, *(drafter.model for drafter in drafters if drafter.model is not None)}
@@ -571,7 +572,9 @@ def huge_pages(o: Options, model: Model, cache: KVCache, drafters: Sequence[Draf
     caches = {cache, *(drafter.cache for drafter in drafters if drafter.cache is not None)}
     kept = sum(x.nbytes for each in caches for x in each.kv)
     available = free(model.device) if places else None
-    return HugePages([*places.values()], None if available is None else max(0, available - kept) // 2)
+    return HugePages(
+        [*places.values()], None if available is None else max(0, available - kept) // (2 * processes_here())
+    )
 
 
 def draft_cost(

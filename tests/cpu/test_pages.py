@@ -137,3 +137,18 @@ def test_copies_outlive_the_engine_that_made_them(tmp_path, monkeypatch):
     del engine
     lines = [line.split()[0].split("-") for line in pages.MAPS.read_text().splitlines()]
     assert all(any(int(a, 16) <= at < int(b, 16) for a, b in lines) for at in addresses)
+
+
+@linux
+@pytest.mark.skipif(not available(), reason="no compiler")
+@pytest.mark.parametrize(("processes", "copies"), [(1, True), (4, False)])
+def test_the_processes_of_a_job_share_the_memory_for_copies(tmp_path, monkeypatch, processes, copies):
+    monkeypatch.setenv("SPECKER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    file = write(tmp_path / "tiny.gguf", make(tmp_path / "source", **SIZES), "Q8_0")
+    size = sum(place.size for place in specker.load(file, strategy="ar", device="cpu").model.places)
+    monkeypatch.setattr("specker.runtime.engine.free", lambda device: 4 * size)
+    engine = specker.load(file, strategy="ar", device="cpu", max_context=1, kv_dtype="int8")
+    engine.loop.pages.all()
+    data = engine.model.stack._layers[0].qkv.parts[0].data
+    assert mapped_files()(data) != copies
