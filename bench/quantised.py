@@ -85,6 +85,7 @@ class Args:
     windows: int = 40
     lengths: str = field(default="512,4096", metadata={"help": "of kv: comma-separated: tokens of a window"})
     activations: str = field(default="float32", metadata={"help": "of kv: to what products round activations"})
+    huge_pages: str = field(default="on", metadata={"help": "of passes: on or off"})
     save: bool = harness.save_flag()
 
 
@@ -220,7 +221,7 @@ def passes(args: Args) -> list[dict[str, Any]]:
     big = allocated(COLD).view(torch.float32).fill_(1.0)  # on huge pages, as weights are
     counts = list(map(int, args.rows.split(",")))
     for target in args.targets.split(",") if args.targets else [str(real.file())]:
-        engine = specker.load(target, strategy="ar", max_context=TEXT + max(counts))
+        engine = specker.load(target, strategy="ar", max_context=TEXT + max(counts), huge_pages=args.huge_pages)
         engine.loop.pages.all()
         model, cache = engine.model, engine.cache
         cache.take(0, TEXT + max(counts))
@@ -242,7 +243,7 @@ def passes(args: Args) -> list[dict[str, Any]]:
                 {"bench": "passes", "target": Path(target).stem, "T": T, "layers_ms": 1e3 * own, "head_ms": 1e3 * head}
                 | {"over_one_row": own / timings[f"layers {counts[0]}"].median, "MB": engine.target.layer_bytes / 1e6}
                 | {"GB_per_second": engine.target.layer_bytes / own / 1e9, "read_GB_per_second": bandwidth / 1e9}
-                | {"threads": args.threads}
+                | {"threads": args.threads, "huge_pages": args.huge_pages}
             )
             print({k: x if isinstance(x, str) else round(x, 2) for k, x in rows[-1].items()}, flush=True)
     return rows

@@ -1,7 +1,7 @@
 """Weights on huge pages.
 
 A decoding step reads every weight, and the processor translates the address of every page. Linux maps files in pages of
-4 KiB. In a virtual machine each translation has two steps, and a single core then reads half of what it could
+4 KiB. In a virtual machine each translation has two steps, and a core then reads two thirds of what it could
 (bench/LOG.md). So weights that are mapped from files are copied to anonymous memory with pages of 2 MiB, and weights in
 anonymous memory get such pages in place. That takes as long as some ten to a hundred decoding steps, and a step is then
 a sixth shorter. So it is done at once in a warm-up, otherwise in small parts between steps, once a process has decoded
@@ -45,12 +45,7 @@ class HugePages:
         self._parts: Iterator[None] | None = None
         self._decoded = 0.0  # seconds
         if places and offered():
-            mapped = mapped_files()
-            copied = [place for place in places if mapped(place.address)]
-            if most is not None and _room(copied) > most:
-                copied = []
-            own = [place for place in places if not mapped(place.address)]
-            self._parts = self._moves(copied, own)
+            self._parts = self._moves(places, most)
 
     @property
     def done(self) -> bool:
@@ -77,8 +72,11 @@ class HugePages:
         """Move all that is left."""
         self.some(float("inf"))
 
-    def _moves(self, copied: Sequence[Place], own: Sequence[Place]) -> Iterator[None]:
-        if copied:
+    def _moves(self, places: Sequence[Place], most: int | None) -> Iterator[None]:
+        mapped = mapped_files()
+        copied = [place for place in places if mapped(place.address)]
+        own = [place for place in places if not mapped(place.address)]
+        if copied and (most is None or _room(copied) <= most):
             with suppress(OSError):  # no memory: the files stay
                 memory = allocated(_room(copied))
                 at = 0

@@ -27,6 +27,7 @@ LOGIT_ROWS = 256  # rows of logits to leave memory for at least: the largest win
 KERNELS = 1 << 29  # bytes on a GPU for compiled kernels, cuBLAS and captured graphs: an assumption
 CPU = torch.device("cpu")
 MEMINFO = Path("/proc/meminfo")
+CGROUP = Path("/sys/fs/cgroup")  # of a process in a container, its own
 
 
 @dataclass(frozen=True)
@@ -274,6 +275,18 @@ def free(device: torch.device) -> int | None:
         return None
     lines = (line.split() for line in MEMINFO.read_text().splitlines())
     return next((int(words[1]) * 1024 for words in lines if words[0] == "MemAvailable:"), None)
+
+
+def allowed(available: int) -> int:
+    """How many of these bytes the control group of the process, such as a container's, still allows (cgroup v2). What
+    it holds of files counts as free, as in `free`."""
+    try:
+        limit, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+        held = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        cached = int(held["file"]) - int(held["shmem"])
+    except (OSError, ValueError, KeyError):  # none, or "max"
+        return available
+    return max(0, min(available, limit - used + cached))
 
 
 def _less(available: int | None, taken: int) -> int | None:

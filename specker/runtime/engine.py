@@ -22,7 +22,7 @@ from specker.kernels.delta_rows import BLOCK
 from specker.model.cache import KVCache
 from specker.model.config import ModelConfig, layer_elements
 from specker.model.decoder import Model
-from specker.model.memory import free
+from specker.model.memory import allowed, free
 from specker.model.states import AHEAD
 from specker.options import GRAPHS, TEMPERATURE, Options, Params
 from specker.runtime import check, strategies, text
@@ -572,9 +572,8 @@ def huge_pages(o: Options, model: Model, cache: KVCache, drafters: Sequence[Draf
     caches = {cache, *(drafter.cache for drafter in drafters if drafter.cache is not None)}
     kept = sum(x.nbytes for each in caches for x in each.kv)
     available = free(model.device) if places else None
-    return HugePages(
-        [*places.values()], None if available is None else max(0, available - kept) // (2 * processes_here())
-    )
+    most = None if available is None else max(0, allowed(available) - kept) // (2 * processes_here())
+    return HugePages([*places.values()], most)
 
 
 def draft_cost(

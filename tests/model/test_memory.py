@@ -415,3 +415,17 @@ def test_other_errors_are_not_reported_as_out_of_memory():
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
     with pytest.raises(RuntimeError, match="another"), memory.reported_as(lambda: "said"):
         raise RuntimeError("another")
+
+
+def test_a_control_group_allows_what_it_does_not_hold(tmp_path, monkeypatch):
+    """Pages of files that it holds can be freed; those of shared memory cannot. Without a limit all is allowed."""
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    assert memory.allowed(500) == 500
+    for name, text in (("memory.max", "1000\n"), ("memory.current", "900\n")):
+        (tmp_path / name).write_text(text)
+    (tmp_path / "memory.stat").write_text("anon 400\nfile 500\nshmem 200\n")
+    assert memory.allowed(5000) == 400 and memory.allowed(300) == 300
+    (tmp_path / "memory.current").write_text("1500\n")
+    assert memory.allowed(5000) == 0
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory.allowed(5000) == 5000
