@@ -4,7 +4,7 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from specker.runtime.control.auto import AcceptanceHistory
+from specker.runtime.control.auto import TEXT_DECAY, AcceptanceHistory, Share
 from specker.runtime.control.choose import NONE, Chooser
 from specker.runtime.control.costs import MANY
 from specker.runtime.control.policy import UNLIMITED, WHOLE, Budget, Offer, Policy, Reading
@@ -19,7 +19,7 @@ from specker.runtime.round.state import Request
 READ = Budget(-1, 0)  # for other ranks: the drafters only read
 LEAST = 4  # the fewest rows of a prompt that the drafter prefills before a round
 PATIENCE = 4  # texts that were looked at in vain, until a round goes without a look for copies
-LOOKING = 0.02  # of the time: what looking for copies may take where they are found rarely
+LOOKING = 0.01  # of the time: what looking for copies may take where they are found rarely
 
 
 class DraftRunner:
@@ -47,7 +47,8 @@ class DraftRunner:
         self.reading = WHOLE  # what the drafter with a model may prefill in this round
         self.reads = False  # whether it does, also if it drafts nothing
         self._plain_round_needs_no_drafter = False  # and no other rank's agreement
-        self._vain = 0  # texts that were looked at in vain since the last draft
+        self._gains = Share(TEXT_DECAY)  # plain rounds that looks have gained
+        self._vain = 0  # texts that were looked at in vain since looks repaid their time
         self._unasked = 0  # plain rounds still to come without one
 
     @property
@@ -92,15 +93,18 @@ class DraftRunner:
 
     def _looked(self, n: int, reason: str, began: float) -> int:
         """How many plain rounds of n requests may follow without a look for copies, after one that began at `began`.
-        Rounds that measure plain decoding go without, as plain decoding's do. A trial that fails says no more than the
-        looks before it."""
+        Rounds that measure plain decoding go without, as plain decoding's do. Where looks repaid their time of late,
+        each round has one, and after a draft, which may go on. A trial says no more than the looks before it."""
         if reason == MEASURED:
             return UNLIMITED
-        if not self.chooser.trial:
-            self._vain = self._vain + n if reason in (MISSING, RESTS) else 0
-        if self._vain < PATIENCE:
-            return 0
         took = (time.perf_counter() - began) / self.history.costs.plain(n)
+        if reason in (MISSING, RESTS):
+            self._gains.add(0.0)
+            self._vain += n
+        elif self.chooser.trial or self._gains.mean(0.0, 1.0) < took:
+            return 0
+        else:
+            self._vain = 0
         return min(self._vain // PATIENCE, int(took / LOOKING))
 
     def _chosen(self, requests: list[Request], policies: list[Policy]) -> Budget:
@@ -223,7 +227,9 @@ class DraftRunner:
             own = (len(r.draft.own(slot, path)) for slot, path in enumerate(paths))
             tokens = sum(s.policy.worth * count for s, count in zip(r.requests, own, strict=True))
             verified = drafted if r.places is None and r.draft.constrained else verified
-            self.chooser.finished(n, r.batch.budget, drafted, tokens, r.trial, verified)
+            gained = self.chooser.finished(n, r.batch.budget, drafted, tokens, r.trial, verified)
+            if drafted and self.offers[r.batch.budget.part].matches:
+                self._gains.add(gained)
 
 
 def oldest_first(requests: Sequence[Request]) -> list[int]:

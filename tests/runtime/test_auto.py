@@ -15,6 +15,7 @@ from specker.runtime.control.choose import (
     APART,
     BEHIND,
     FIRST,
+    LATER,
     LOOK,
     MEASURED,
     REPAID,
@@ -156,7 +157,7 @@ def test_it_converges_to_the_best_length(price, a):
     best = max(world.rate(k, a) * STEP for k in (0, *LENGTHS))
     assert 1.1 * late.speedup > 0.94 * best, "the noise lengthens every round by a tenth on average"
     if best == 1:
-        assert late.drafted.count(0) > 0.92 * len(late.drafted)
+        assert late.drafted.count(0) > 0.9 * len(late.drafted)
 
 
 @pytest.mark.parametrize("confident", [False, True])
@@ -176,7 +177,7 @@ def test_it_recovers_when_the_text_becomes_predictable(confident):
     assert world.drafted[300:].count(0) > 240
     world.run(300)
     first = next(n for n, k in enumerate(world.drafted[600:]) if k)
-    assert first < 140
+    assert first < 170
     plain = world.drafted[600 + first + 40 :].count(0)
     assert plain <= 3 * LOOK, "only to measure plain decoding"
 
@@ -418,7 +419,7 @@ def test_drafts_that_look_slower_after_a_measurement_are_tried_at_once():
         assert chooser.choose(world.policies, [500]).nodes and chooser.trial
         chooser.finished(1, Budget(4, 4), 4, 1, True)
     assert not chooser.choose(world.policies, [500]).nodes and chooser.reason == RESTS
-    assert [chooser.keeps_resting(1) for _ in range(AGAIN)].index(False) > 0 and not chooser.keeps_resting(2)
+    assert [chooser.keeps_resting(1) for _ in range(LATER)].index(False) > 0 and not chooser.keeps_resting(2)
 
 
 @pytest.mark.parametrize(("promised", "goes_on"), [(0.95, True), (0.85, False)])
@@ -569,7 +570,7 @@ def test_texts_that_are_awaited_together_draft_for_those_that_end_last(one_match
     chooser = Chooser(chooser.costs)  # one that does not stay with drafts
     assert not chooser.choose(policies, first, read, **waiting).nodes
     assert chooser.choose(policies, [4000, 400, 400, 400], read, **waiting).part == 1
-    assert chooser.worths[0] > 2 and max(chooser.worths[1:]) < 0.05
+    assert chooser.worths[0] > 2 and max(chooser.worths[1:]) < 0.15
 
 
 def test_a_token_is_worth_what_it_brings_the_end_nearer(one_match):
@@ -629,22 +630,39 @@ def test_copied_text_is_drafted_by_the_length_of_the_match():
     for rows in (1, 2, 5, 9, 17):
         costs.measured(1, Budget(16, 16), rows - 1, 1e-5, STEP * (1 + 0.06 * (rows - 1)))
 
-    def best(a, most=16):
+    def rate(n):
+        return RATES[min(n, len(RATES)) - 1]
+
+    def best(matched, most=16):
         ks = [k for k in LENGTHS if k < most] + [min(k for k in LENGTHS if k >= most)]
-        return max(ks, key=lambda k: sum(a**i for i in range(min(k, most) + 1)) / (1 + 0.06 * k))
+        joint = [math.prod(rate(matched + j) for j in range(k)) for k in range(most + 1)]
+        return max(ks, key=lambda k: sum(joint[: min(k, most) + 1]) / (1 + 0.06 * k))
 
     for matched, available in ((1, 40), (2, 40), (8, 40), (20, 40), (8, 3)):
         policy.announced([Match(matched, available)])
-        a = RATES[min(matched, len(RATES)) - 1]
-        assert policy.rate_of(matched) == pytest.approx(a)
-        assert chooser.choose([policy], [1000]).nodes == best(a, min(available, 16))
+        assert policy.rate_of(matched) == pytest.approx(rate(matched))
+        assert chooser.choose([policy], [1000]).nodes == best(matched, min(available, 16))
     policy.announced([Match()])
     assert chooser.choose([policy], [1000]).nodes == 0 and chooser.reason == "nothing found"
     policy.announced([Match(2, 40)])
     for _ in range(60):
         policy.observe(Outcome(3, [0, 1, 2, 3]))
-    assert policy.rate_of(2) > 0.95 and policy.rate_of(3) == RATES[2]
+    assert min(policy.rate_of(n) for n in (2, 3, 4)) > 0.95, "each right token makes the match longer"
+    assert policy.rate_of(1) == RATES[0] and policy.rate_of(5) == RATES[4]
     assert NgramPolicy(known.matches, Budget(16, 16)).rate_of(2) > 0.9, "the next text starts from there"
+
+
+def test_tokens_of_a_copy_count_by_the_match_before_each():
+    """Here a token after a match of one is right in a third of the cases, and all tokens after a longer one are."""
+    policy = NgramPolicy({}, Budget(4, 4))
+    policy.announced([Match(1, 40)])
+    for _ in range(60):
+        for path in ([0], [0], [0, 1, 2, 3, 4]):
+            policy.observe(Outcome(4, path))
+    assert policy.rate_of(1) == pytest.approx(1 / 3, abs=0.05) and policy.rate_of(4) > 0.95
+    policy.announced([Match(1, 40)])
+    one, four = (policy.means(Budget(k, k)).tokens for k in (1, 4))
+    assert one == pytest.approx(1 + 1 / 3, abs=0.05) and four == pytest.approx(1 + 4 / 3, abs=0.15)
 
 
 def test_nothing_rests_where_nothing_is_measured():
@@ -702,9 +720,10 @@ def test_while_nothing_is_drafted_all_costs_follow_the_plain_round():
     costs.measured(4, shape, 4, 0.5, 1.4)
     costs.observe_prefill(10, 2.0)
     chooser = Chooser(costs)
-    for n in range(AGAIN):
-        assert costs.plain(1) == 1.0
-        chooser.measured(1, 2.0 if n % 2 else 9.0, True)
+    for count, seconds, before in ((LOOK, 2.0, 1.0), (AGAIN, 3.0, 2.0), (AGAIN, 2.0, 3.0)):
+        for n in range(count):
+            assert costs.plain(1) == pytest.approx(before)
+            chooser.measured(1, seconds if n % 2 else 9.0, True)
     assert costs.plain(1) == pytest.approx(2.0) and costs.prefill(10) == pytest.approx(4.0)
     assert costs.round(1, shape) == costs.round(4, shape) == pytest.approx(3.8)
 

@@ -253,7 +253,7 @@ def test_two_drafts_promise_more_than_the_better_one():
 @pytest.mark.parametrize(
     ("rate", "matched", "step", "row", "takes"),
     [
-        (0.6, 3, 0.05, 0.01, "both"),  # cheap drafts and rows
+        (0.6, 2, 0.05, 0.01, "both"),  # cheap drafts and rows
         (0.6, 3, 0.05, 0.3, "one"),  # rows are dear
         (0.6, 8, 0.5, 0.03, "copy"),  # a long match spares the model
         (0.9, 1, 0.05, 0.03, "model"),

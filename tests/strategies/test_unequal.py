@@ -1,6 +1,7 @@
 """Batches in which each sequence verifies as many draft tokens as are worth their rows. Tokens stay those of plain
 decoding."""
 
+import math
 import random
 from itertools import accumulate
 
@@ -15,7 +16,7 @@ from specker.runtime import loop as loops
 from specker.runtime.control.auto import Acceptance, Auto
 from specker.runtime.control.costs import Costs
 from specker.runtime.control.policy import Budget, Fixed, Match, Outcome
-from specker.runtime.strategies.lookup import NgramPolicy
+from specker.runtime.strategies.lookup import RATES, NgramPolicy
 
 PROMPTS = [[5, 6, 7, 8] * 6, [9, 30, 11], [12, 13, 12, 13, 12], [40]]
 
@@ -97,8 +98,7 @@ def test_the_kernels_verify_unequal_rows(models, row_price):
 def test_chances_of_copied_tokens():
     policy = NgramPolicy({}, Budget(16, 16))
     policy.announced([Match(2, 9)])
-    a = policy.rate_of(2)
-    assert policy.chances(4, []) == pytest.approx([a, a**2, a**3, a**4])
+    assert policy.chances(4, []) == pytest.approx([math.prod(RATES[1 : 2 + k]) for k in range(4)])
     policy.announced([Match()])
     assert policy.chances(2, []) == [0.0, 0.0]
 

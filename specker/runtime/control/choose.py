@@ -50,7 +50,8 @@ SWITCH = 1.0  # plain rounds that a change between drafts and plain rounds costs
 START = 1.03  # what drafts must promise after a plain round, as a multiple of plain decoding's rate
 STAY = 0.95  # after a draft: a few drafts tell little, and a rest is long. `left` limits what that loses
 COLD = 2  # rounds after a change, in which the processor's caches hold other data
-AGAIN = 16  # plain rounds until drafts are considered again
+AGAIN = 16  # plain rounds until drafts are considered again,
+LATER = 64  # at most, if they may not be tried before
 REPAID = 1.25  # times that drafts must be expected to repay the reading of texts
 REFRESH = 8  # rounds that prices are kept for
 SMOOTH = 4  # exponent of the smooth maximum: how long a text takes is uncertain
@@ -190,15 +191,17 @@ class Chooser:
             self._since = 0.0
         self._drafting = False
         # Drafts that look slower than a plain round that was just measured may have been timed in a slower phase.
-        if self._run == 0 and n < texts.left:
-            self._due(texts, best, plain, at_once=was == MEASURED)
-        if self._run > 0 and self.left > 0:
+        count = AGAIN
+        if self._run == 0 and n < texts.left and not self._due(texts, best, plain, at_once=was == MEASURED):
+            if not policies[0].layers:  # DEL's learn from rounds without drafts
+                count = max(AGAIN, min(LATER, int(self._price(texts, best, plain) / TRIED - self._since)))
+        if self._run > 0 and self.left > -FIRST:  # one that ends early tells nothing
             self._run, self.trial = self._run - 1, True
             return texts.trial(best)
         if quiet:
             self.reason = RESTS
             return self._none
-        return self._rest(n, first, RESTS if reads else BEHIND)
+        return self._rest(n, first, RESTS if reads else BEHIND, count)
 
     def _always(self, texts: "_Texts", shapes: Sequence[Budget], reads: bool) -> Budget:
         """The shape of a policy that never rests, once a model has read the texts."""
@@ -234,19 +237,24 @@ class Chooser:
         return bool(self.unread)
 
     def _due(self, texts: "_Texts", shape: Budget, plain: float, late: float = 0.0, at_once: bool = False) -> bool:
-        """Begin a trial of drafts if what it may lose is within its share. `late`: of reading, in plain rounds."""
-        n, (tokens, seconds) = len(texts.policies), texts.expected(texts.trial(shape), True)
-        price = SWITCH + late + RUN * max(0.0, seconds * plain - tokens) / n
-        due = self.left > 0 and (at_once or price <= TRIED * self._since / (1 + self._lost))
+        """Begin a trial of drafts if what it may lose is within its share. `late`: as of `_price`."""
+        price = self._price(texts, shape, plain, late)
+        due = self.left > 0 and (at_once or (price <= TRIED * self._since and min(price, FIRST) <= self.left))
         if due:
             self._run, self._gained, self._since = RUN, -SWITCH - late, 0.0
         return due
 
-    def _rest(self, n: int, shape: Budget, reason: str) -> Budget:
+    def _price(self, texts: "_Texts", shape: Budget, plain: float, late: float = 0.0) -> float:
+        """What a trial may lose, in plain rounds; twice that if the last one lost. `late`: of reading, in plain
+        rounds."""
+        n, (tokens, seconds) = len(texts.policies), texts.expected(texts.trial(shape), True)
+        return (1 + self._lost) * (SWITCH + late + RUN * max(0.0, seconds * plain - tokens) / n)
+
+    def _rest(self, n: int, shape: Budget, reason: str, count: int = AGAIN) -> Budget:
         if self._drafting:
             self._since = 0.0
         self._drafting, self._run = False, 0
-        return self._rounds(n, shape, reason, 1 if reason == BEHIND else AGAIN)
+        return self._rounds(n, shape, reason, 1 if reason == BEHIND else count)
 
     def _rounds(self, n: int, shape: Budget, reason: str, count: int) -> Budget:
         """Draft nothing for so many rounds, instead of this shape."""
@@ -287,14 +295,14 @@ class Chooser:
 
     def finished(
         self, n: int, shape: Budget, drafted: int, tokens: float, trial: bool, verified: float | None = None
-    ) -> None:
+    ) -> float:
         """Account for a round of n sequences with drafts of `drafted` tokens that committed `tokens` in all, by their
-        worth. `verified`: as in `Costs.observe`."""
+        worth. `verified`: as in `Costs.observe`. Returns the plain rounds that drafts have gained."""
         took = self.costs.round(n, shape, drafted, verified) / self.costs.plain(n)
         self.left = min(MOST, self.left + SHARE * took)
         if not drafted:
             self._since += took * (not self._drafting)
-            return
+            return 0.0
         gained = tokens / n - took
         self.left = min(MOST, self.left + gained)
         self._drafts, self._since = self._drafts + 1, self._since + took * self._drafting
@@ -303,6 +311,7 @@ class Chooser:
             if not self._run:
                 self._lost = self._gained <= 0
                 self.left -= SWITCH
+        return gained
 
 
 @dataclass(eq=False)
@@ -441,6 +450,7 @@ class PlainSpeed:
 
     _seconds: list[float] = field(default_factory=list)  # of the last plain rounds, for the next measurement
     _of: tuple[int, bool] = (0, False)  # number of sequences in those rounds, and whether drafts rested
+    _due: int = LOOK  # such rounds that are a measurement
 
     def observe(self, costs: Costs, n: int, seconds: float, rests: bool) -> None:
         """Take the seconds of a plain round of n sequences, chosen to measure plain decoding or because drafts are
@@ -448,18 +458,20 @@ class PlainSpeed:
         the shortest but for a quarter of them, because draft rounds are not timed at their luckiest either. Between
         drafts the last two measurements count together, so that plain decoding does not look slow after one that was
         interrupted. One that differs by PHASE from the estimate changes all costs (`Costs.follow`), and so does every
-        one while drafts rest."""
+        one while drafts rest, for LOOK rounds at first, since copies end many rests, then for AGAIN."""
         if (n, rests) != self._of:  # a text was admitted or ended meanwhile, or drafts began or ended
-            self._seconds, self._of = [], (n, rests)
+            self._seconds, self._of, self._due = [], (n, rests), LOOK or AGAIN
         self._seconds.append(seconds)
-        if len(self._seconds) % (AGAIN if rests else LOOK):
+        if len(self._seconds) % self._due:
             return
         usual = sorted(self._seconds)[len(self._seconds) // 4]
         if rests or not 1 / PHASE < usual / costs.plain(n) < PHASE:
             costs.follow(n, usual)
         else:
             costs.measured(n, NONE, 0, 0.0, usual)
-        self._seconds = [] if rests else self._seconds[-LOOK:]
+        if rests:
+            self._seconds, self._due = [], AGAIN
+        self._seconds = self._seconds[-LOOK:]
 
 
 def worth_rows(chances: Sequence[Sequence[float]], prices: Sequence[float]) -> list[int]:

@@ -14,13 +14,16 @@ tokens in four of five, and a wrong token costs its row in the verify pass. Poli
 expected tokens for its measured cost (choose.py), or none. With a_n the share of right tokens after matches of n
 tokens in this source, a draft of k tokens is expected to commit
 
-    E(k) = 1 + a_n + .. + a_n^k
+    E(k) = 1 + a_n + a_n a_(n+1) + .. + a_n .. a_(n+k-1)
+
+since each right token makes the match longer by one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -128,17 +131,15 @@ class NgramPolicy(Policy):
         lengths = (*(n for n in LENGTHS if n < size.depth), size.depth)
         self.shapes = tuple(replace(size, nodes=n, depth=n) for n in lengths)
         self.matched = self.available = 0
-        self._rate = 0.0  # a_n of the match
+        self._expected = [1.0]  # E(0), E(1), .. of the match
 
     def announced(self, matches: Sequence[Match]) -> None:
-        rates = [self.rate_of(match.matched, match.source) if match.matched else 0.0 for match in matches]
-        best = 0
-        if len(matches) > 1:
-            most = self.shapes[-1].depth
-            promised = [total(a, min(most, match.available)) for a, match in zip(rates, matches, strict=True)]
-            best = promised.index(max(promised))  # the first of equals
+        most = self.shapes[-1].depth
+        expected = [self.expected(match, min(most, match.available)) for match in matches]
+        promised = [each[-1] for each in expected]
+        best = promised.index(max(promised))  # the first of equals
         self.matched, self.available, self.source = matches[best]
-        self._rate = rates[best]
+        self._expected = expected[best]
 
     def budgets(self) -> Sequence[Budget]:
         """Drafts up to the number of tokens that can be copied."""
@@ -157,28 +158,35 @@ class NgramPolicy(Policy):
         prior = self.earlier.get(key, UNTRIED).mean(RATES[min(worth, len(RATES)) - 1])
         return self.shares.get(key, UNTRIED).mean(prior)
 
+    def expected(self, match: Match, most: int) -> list[float]:
+        """E(0) .. E(most) of the docstring above; [1] without a match."""
+        out, joint, key, a = [1.0], 1.0, 0, 0.0
+        for n in range(match.matched, match.matched + most if match.matched else 0):
+            if counted(n) != key:
+                key, a = counted(n), self.rate_of(n, match.source)
+            joint *= a
+            out.append(out[-1] + joint)
+        return out
+
     def means(self, budget: Budget) -> Means:
-        if not self.matched:
-            return Means(1.0, 0, 0)
-        copied = min(budget.depth, self.available)
-        return Means(total(self._rate, copied), copied, copied)
+        copied = min(budget.depth, len(self._expected) - 1)
+        return Means(self._expected[copied], copied, copied)
 
     def chances(self, count: int, confidence: Sequence[float]) -> list[float]:
-        return [self._rate ** (i + 1) for i in range(count)]
+        known = [b - a for a, b in pairwise(self._expected[: count + 1])]
+        return [*known, *[0.0] * (count - len(known))]
 
     def observe(self, outcome: Outcome) -> None:
-        if outcome.drafted and self.matched:
-            right, key = len(outcome.path) - 1, (self.source, counted(self.matched))
-            seen = min(right + 1, outcome.drafted)  # the tokens after a wrong one are not compared
+        if not outcome.drafted or not self.matched:
+            return
+        right = len(outcome.path) - 1
+        seen = min(right + 1, outcome.drafted)  # the tokens after a wrong one are not compared
+        for key, tokens in groupby(range(seen), lambda j: counted(self.matched + j)):
+            compared = [j < right for j in tokens]
             for shares, decay in ((self.shares, TEXT_DECAY), (self.earlier, ENGINE_DECAY)):
-                shares.setdefault(key, Share(decay)).add(right, seen)
+                shares.setdefault((self.source, key), Share(decay)).add(sum(compared), len(compared))
 
 
 def counted(matched: int) -> int:
     """The length under which matches of `matched` tokens are counted."""
     return matched if matched < LONG else 1 << (matched.bit_length() - 1)
-
-
-def total(a: float, k: int) -> float:
-    """E(k) = 1 + a + .. + a^k"""
-    return k + 1.0 if a == 1 else (1 - a ** (k + 1)) / (1 - a)
