@@ -28,6 +28,10 @@ KERNELS = 1 << 29  # bytes on a GPU for compiled kernels, cuBLAS and captured gr
 CPU = torch.device("cpu")
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")  # of a process in a container, its own
+CONTROLS = (  # v2 and v1: folder; files of the limit and the use; entries of memory.stat for files and shared memory
+    (".", "memory.max", "memory.current", "file", "shmem"),
+    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache", "total_shmem"),
+)
 
 
 @dataclass(frozen=True)
@@ -278,15 +282,16 @@ def free(device: torch.device) -> int | None:
 
 
 def allowed(available: int) -> int:
-    """How many of these bytes the control group of the process, such as a container's, still allows (cgroup v2). What
-    it holds of files counts as free, as in `free`."""
-    try:
-        limit, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
-        held = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
-        cached = int(held["file"]) - int(held["shmem"])
-    except (OSError, ValueError, KeyError):  # none, or "max"
-        return available
-    return max(0, min(available, limit - used + cached))
+    """How many of these bytes the control group of the process, such as a container's, still allows (cgroup v2 or v1).
+    What it holds of files counts as free, as in `free`."""
+    for folder, *names, files, shared in CONTROLS:
+        try:
+            limit, used = (int((CGROUP / folder / name).read_text()) for name in names)
+            held = dict(line.split() for line in (CGROUP / folder / "memory.stat").read_text().splitlines())
+            return max(0, min(available, limit - used + int(held[files]) - int(held[shared])))
+        except (OSError, ValueError, KeyError):  # another version, or "max"
+            continue
+    return available
 
 
 def _less(available: int | None, taken: int) -> int | None:

@@ -417,15 +417,22 @@ def test_other_errors_are_not_reported_as_out_of_memory():
         raise RuntimeError("another")
 
 
-def test_a_control_group_allows_what_it_does_not_hold(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("folder", "limit", "used", "total"),
+    [(".", "max", "current", ""), ("memory", "limit_in_bytes", "usage_in_bytes", "total_")],
+)
+def test_a_control_group_allows_what_it_does_not_hold(tmp_path, monkeypatch, folder, limit, used, total):
     """Pages of files that it holds can be freed; those of shared memory cannot. Without a limit all is allowed."""
     monkeypatch.setattr(memory, "CGROUP", tmp_path)
     assert memory.allowed(500) == 500
-    for name, text in (("memory.max", "1000\n"), ("memory.current", "900\n")):
-        (tmp_path / name).write_text(text)
-    (tmp_path / "memory.stat").write_text("anon 400\nfile 500\nshmem 200\n")
+    group = tmp_path / folder
+    group.mkdir(exist_ok=True)
+    for name, text in ((limit, "1000\n"), (used, "900\n")):
+        (group / f"memory.{name}").write_text(text)
+    files, shared = ("file", "shmem") if not total else ("total_cache", "total_shmem")
+    (group / "memory.stat").write_text(f"anon 400\n{files} 500\n{shared} 200\n")
     assert memory.allowed(5000) == 400 and memory.allowed(300) == 300
-    (tmp_path / "memory.current").write_text("1500\n")
+    (group / f"memory.{used}").write_text("1500\n")
     assert memory.allowed(5000) == 0
-    (tmp_path / "memory.max").write_text("max\n")
+    (group / f"memory.{limit}").write_text("9223372036854771712\n" if total else "max\n")
     assert memory.allowed(5000) == 5000
