@@ -5,7 +5,8 @@ A decoding step reads every weight, and the processor translates the address of 
 (bench/LOG.md). So weights that are mapped from files are copied to anonymous memory with pages of 2 MiB, and weights in
 anonymous memory get such pages in place. That takes as long as some ten to a hundred decoding steps, and a step is then
 a sixth shorter. So it is done at once in a warm-up, otherwise in small parts between steps, once a process has decoded
-for as long as moving all probably takes. Kernels may read either copy meanwhile, since both are equal.
+for as long as moving all probably takes. Kernels may read either copy meanwhile, since both are equal. The process lets
+go of the pages of files that were copied, which count as its memory; the system may keep them in its cache.
 """
 
 import ctypes
@@ -24,6 +25,7 @@ HUGE = 2 << 20  # bytes of a page
 LINE = 64
 ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 MAPS = Path("/proc/self/maps")
+DETAILS = Path("/proc/self/smaps")  # the same, with what each mapping holds
 COLLAPSE = 25  # MADV_COLLAPSE, Linux 6.1
 SECONDS = 5.0  # of decoding steps, before any weight moves without a warm-up
 MOVING = 0.25  # of a step's time: what moving takes after it
@@ -78,7 +80,7 @@ class HugePages:
         own = [place for place in places if not mapped(place.address)]
         if copied and (most is None or _room(copied) <= most):
             with suppress(OSError):  # no memory: the files stay
-                memory = allocated(_room(copied))
+                memory, unwritten = allocated(_room(copied)), mapped_files(unwritten=True)
                 at = 0
                 for place in copied:
                     copy = memory[at : at + place.size]
@@ -88,6 +90,8 @@ class HugePages:
                         yield
                     place.move(copy)
                     at += _lines(place.size)
+                    if unwritten(place.address):
+                        _release(place)
         for place in own:
             first, end = -(-place.address // HUGE) * HUGE, (place.address + place.size) // HUGE * HUGE
             if first < end:
@@ -121,20 +125,33 @@ def advise(address: int, size: int, advice: int) -> None:
     call(address, size, advice)
 
 
-def mapped_files() -> Callable[[int], bool]:
-    """Tells of an address whether a file is mapped there."""
+def mapped_files(unwritten: bool = False) -> Callable[[int], bool]:
+    """Tells of an address whether a file is mapped there. `unwritten`: and this process has written to no page of the
+    mapping, so that it holds what the file does."""
     extents: list[tuple[int, int]] = []
-    for line in MAPS.read_text().splitlines():
-        extent, _, _, _, inode, *_ = line.split(maxsplit=5)
-        if inode != "0":
-            start, end = extent.split("-")
-            extents.append((int(start, 16), int(end, 16)))
+    file = False
+    for line in (DETAILS if unwritten else MAPS).read_text().splitlines():
+        name, *words = line.split(maxsplit=5)
+        if not name.endswith(":"):
+            start, end = name.split("-")
+            if file := words[3] != "0":
+                extents.append((int(start, 16), int(end, 16)))
+        elif file and name == "Anonymous:" and words[0] != "0":
+            extents.pop()
 
     def mapped(address: int) -> bool:
         at = bisect_right(extents, address, key=lambda extent: extent[0]) - 1
         return at >= 0 and address < extents[at][1]
 
     return mapped
+
+
+def _release(place: Place) -> None:
+    """Let go of the whole pages of a place in a file. One who reads them gets the file's again."""
+    first = -(-place.address // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (place.address + place.size) // mmap.PAGESIZE * mmap.PAGESIZE
+    if first < end:
+        advise(first, end - first, mmap.MADV_DONTNEED)
 
 
 def _lines(size: int) -> int:

@@ -53,6 +53,31 @@ def test_parts_of_a_file_are_copied_one_after_another(tmp_path):
     assert moved[0].data_ptr() % HUGE == 0, "the copies begin with a page"
 
 
+def resident(x: torch.Tensor) -> int:
+    """Pages of a tensor's memory that count as this process's."""
+    pages_of = Path("/proc/self/pagemap")
+    first, count = x.data_ptr() // mmap.PAGESIZE, x.nbytes // mmap.PAGESIZE
+    with pages_of.open("rb") as file:
+        file.seek(8 * first)
+        entries = torch.frombuffer(bytearray(file.read(8 * count)), dtype=torch.uint8)
+    return int((entries[7::8] >= 128).sum())  # its highest bit
+
+
+@linux
+@pytest.mark.parametrize("writes", [False, True])
+def test_pages_of_files_are_let_go(tmp_path, writes):
+    """Unless the process has written to a mapping, whose pages then differ from the file's."""
+    x, kept = mapped(tmp_path / "x", HUGE), []
+    before = x.clone()
+    if writes:
+        x[5 * mmap.PAGESIZE] += 1
+        before[5 * mmap.PAGESIZE] += 1
+    assert resident(x) > 0
+    HugePages([Place(x.data_ptr(), x.nbytes, kept.append)]).all()
+    assert (resident(x) == 0) != writes
+    assert torch.equal(kept[0], before) and torch.equal(x, before)
+
+
 @linux
 def test_a_short_text_moves_nothing(tmp_path, monkeypatch):
     x, moved = mapped(tmp_path / "x", 2 * HUGE), []
