@@ -93,15 +93,17 @@ def contexts(rows: Iterable[Row]) -> dict[str, list[Row]]:
 
 
 def serving(rows: Iterable[Row]) -> dict[str, dict[str, list[Row]]]:
-    """The rows of the newest run of bench/serving.py for each model and mix of prompts, by name."""
+    """The rows of the newest run of bench/serving.py with specker for each model and mix of prompts, by name."""
     runs: dict[str, dict[str, list[Row]]] = {}
     for row in rows:
         if "concurrency" in row and "mix" in row:
             runs.setdefault(f"serving-{row['model']}", {}).setdefault(row["mix"], []).append(row)
-    return {
-        name: {mix: [row for row in run if origin_of(row) == origin_of(run[-1])] for mix, run in mixes.items()}
-        for name, mixes in runs.items()
-    }
+
+    def last(run: list[Row]) -> list[Row]:
+        own = [row for row in run if row["way"].startswith("specker")]
+        return [row for row in run if origin_of(row) == origin_of((own or run)[-1])]
+
+    return {name: {mix: last(run) for mix, run in mixes.items()} for name, mixes in runs.items()}
 
 
 def on_gpus(folder: Path, rows: list[Row]) -> dict[str, list[Row]]:
