@@ -167,13 +167,21 @@ def typed(
 
 
 def test_a_conversation(endless: str, own: Path, tmp_path: Path) -> None:
-    """Two answers, a text that Ctrl-C discards, an answer that Ctrl-C ends, one more, Ctrl-D."""
-    out = tmp_path / "o.json"
+    """Tab completes a command; two answers, a text that Ctrl-C discards, an answer that Ctrl-C ends, one more. Keys
+    pressed during an answer wait for its end, Ctrl-D and a paste of several lines, too, which stays one turn; the
+    terminal is told to mark it."""
+    out, saved = tmp_path / "o.json", tmp_path / "talk.jsonl"
     more = ["--target", endless, "--strategy", "ar", "--max-new-tokens", "300", "--json", str(out)]
     shell = Terminal(*more, cache=own)
     said = shell.until("\n>")
     assert "temperature 0.6, top_p 0.92, top_k 0, seed 0, max_new_tokens 300; /set changes them" in said
     assert said.count("/help") == 1
+    shell.type("/hel")
+    shell.until("/hel")
+    shell.type("\t")
+    shell.until("p")
+    shell.type("\r")
+    shell.until("show this.+\n>")
     shell.type("one\r")
     said = shell.until(r"one\n.+\n>")
     assert "the answer ends at max_new_tokens" in said
@@ -192,35 +200,20 @@ def test_a_conversation(endless: str, own: Path, tmp_path: Path) -> None:
     shell.type("\r")
     shell.until("\n>")
     shell.type("three\r")
-    shell.until(r"three\n.+\n>")
-    shell.type(END)
+    shell.until(r"three\n.{8}")
+    assert shell.raw.rindex("\x1b[?2004h") > shell.raw.rindex("\x1b[?2004l")
+    shell.type(pasted("four\nfive") + "\rsix\x1b\rseven\r/save " + str(saved) + "\r" + END)
+    shell.until(r"> four *\n  five *\n.+saved: ")
     assert shell.ended() == 0
     rows = json.loads(out.read_text())["prompts"]
-    assert [row["finish_reason"] for row in rows] == ["length", "interrupted", "length"]
-    assert [len(row["tokens"]) for row in rows][::2] == [300, 300] and 0 < len(rows[1]["tokens"]) < 300
+    assert [row["finish_reason"] for row in rows] == ["length", "interrupted", *["length"] * 3]
+    counts = [len(row["tokens"]) for row in rows]
+    assert counts == [300, counts[1], *[300] * 3] and 0 < counts[1] < 300
     lengths = [row["prompt_tokens"] for row in rows]
     assert lengths[0] + 250 < lengths[1] < lengths[2], "the answers are part of the conversation"
-
-
-def test_keys_pressed_during_an_answer_wait_for_its_end(endless: str, own: Path, tmp_path: Path) -> None:
-    """Also a paste of several lines, which stays one turn; the terminal is told to mark it. Tab completes a command."""
-    saved = tmp_path / "talk.jsonl"
-    shell = Terminal("--target", endless, "--strategy", "ar", "--max-new-tokens", "300", cache=own)
-    shell.until("\n>")
-    shell.type("/hel")
-    shell.until("/hel")
-    shell.type("\t")
-    shell.until("p")
-    shell.type("\r")
-    shell.until("show this.+\n>")
-    shell.type("one\r")
-    shell.until(r"one\n.{8}")
-    assert shell.raw.rindex("\x1b[?2004h") > shell.raw.rindex("\x1b[?2004l")
-    shell.type(pasted("two\nthree") + "\rfour\x1b\rfive\r/save " + str(saved) + "\r" + END)
-    shell.until(r"> two *\n  three *\n.+saved: ")
-    assert shell.ended() == 0
-    turns = [message["content"] for message in json.loads(saved.read_text())["messages"]][::2]
-    assert turns == ["one", "two\nthree", "four\nfive"]
+    messages = json.loads(saved.read_text())["messages"]
+    turns = [message["content"] for message in messages if message["role"] == "user"]
+    assert turns == ["one", "two", "three", "four\nfive", "six\nseven"]
     assert shell.raw.rindex("\x1b[?2004h") < shell.raw.rindex("\x1b[?2004l")
 
 

@@ -84,10 +84,10 @@ def jobs(engines):
 
 @pytest.mark.parametrize(("size", "graphs"), cases.diagonal([1, 4], ["off", "on"]))
 def test_a_callback_that_raises_ends_its_own_request(engines, jobs, size, graphs, caplog):
-    """Eight times random arrivals, steps and cancels, beside a stream that runs steps too, for each moment."""
+    """Five times random arrivals, steps and cancels, beside a stream that runs steps too, for each moment."""
     engine = engines[size, graphs]
     session = engine.session
-    for run in range(8):
+    for run in range(5):
         rng, owners, unrelated = random.Random(f"{run} {size} {graphs}"), {}, []
         moments = [MOMENTS[run % len(MOMENTS)], rng.choice(MOMENTS), None, None]
         rng.shuffle(moments)

@@ -30,18 +30,19 @@ from specker.runtime.ranks import dist
 from specker.runtime.round.round import Round, collect
 
 PROMPT = [5, 9, 40, 77, 3, 8]
+COUNT = 10  # tokens of a text
 BESIDE = [[7], [3] * 70, [4, 5, 6, 7]]  # other prompts, in batches
 SAMPLING: list[dict] = [
     {},
-    {"temperature": 0.7, "seed": 4, "top_p": 0.9, "stop_ids": [*range(3, 60)], "min_tokens": 16},
+    {"temperature": 0.7, "seed": 4, "top_p": 0.9, "stop_ids": [*range(3, 60)], "min_tokens": COUNT},
     {"repetition_penalty": 1.05, "presence_penalty": 0.1, "logit_bias": [(9, 0.5)]},
 ]
 ALIKE = (
     "tree",
     "easyspec-uneven",
     "easyspec-one",
-    "del-fixed",
     "ordered",
+    "del-fixed",
     "eagle-tree",
     "eagle",
     "mtp",
@@ -132,7 +133,7 @@ def cases_of(models):
     }
     how = {"dtype": "float64", "device": "cpu"}
     return {
-        name: {"models": m, "options": {**how, **o}, "prompt": PROMPT, "count": 16}
+        name: {"models": m, "options": {**how, **o}, "prompt": PROMPT, "count": COUNT}
         | {"sampling": SAMPLING[ALIKE.index(name) % len(SAMPLING) :][:1] if name in ALIKE else SAMPLING}
         | ({"beside": BESIDE} if "batch_size" in o else {})
         for name, (m, o) in shapes.items()
@@ -148,12 +149,12 @@ def one_rank(target):
 def plain(target, drawn, beside):
     """The texts of the prompts with this one of SAMPLING."""
     prompts = (PROMPT, *BESIDE) if beside else [PROMPT]
-    return [one_rank(target).generate(prompt, 16, **SAMPLING[drawn]).tokens for prompt in prompts]
+    return [one_rank(target).generate(prompt, COUNT, **SAMPLING[drawn]).tokens for prompt in prompts]
 
 
 QUICK = {
-    *("ar", "chain", "tree", "easyspec-uneven", "del"),
-    *("static", "batch", "eagle", "mtp", "gpt-oss", "mixed"),
+    *("ar", "chain", "easyspec-uneven", "del"),
+    *("static", "eagle", "mtp", "gpt-oss", "mixed"),
 }
 
 
@@ -191,7 +192,7 @@ def test_two_ranks_have_the_tokens_of_one(models, tmp_path):
     one = 4 * (2 * whole.hidden_size + 3 * whole.hidden_size * whole.intermediate_size // 2)  # norms, half of the rest
     assert found[0][0]["layer_elements"] == found[1][0]["layer_elements"] > one
     assert [each[1]["drafts"] for each in found] == [True, False]
-    assert [each[3]["drafts"] for each in found] == [True, True]
+    assert [each[2]["drafts"] for each in found] == [True, True]
 
 
 @pytest.mark.slow
@@ -232,21 +233,42 @@ COMPILED = {
 }
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_compiled_layers_of_ranks_have_the_tokens_of_plain_decoding(models, tmp_path, ranks):
+RARELY = "trimmed", "both-trimmed", "del"  # are right, so that their texts must be longer
+TWICE = "sampled", "easyspec", "tree both"  # each of their settings is also in another case
+
+
+@pytest.mark.parametrize(
+    ("ranks", "names"),
+    [
+        (2, [name for name in COMPILED if name not in TWICE]),
+        *(pytest.param(ranks, [*COMPILED], marks=pytest.mark.slow) for ranks in (2, 4)),
+    ],
+    ids=["two", "two, all cases", "four"],
+)
+def test_compiled_layers_of_ranks_have_the_tokens_of_plain_decoding(models, tmp_path, ranks, names):
     """Bit for bit those of the same ranks' `ar`, in every strategy, dtype and batch; and in float32 one process's."""
     cases = []
-    for name, (strategy, options) in COMPILED.items():
+    for name in names:
+        strategy, options = COMPILED[name]
         pair = [models["wide"], models["wide-draft"]][: 1 if strategy in ("lookup", "del") else 2]
         how = {"strategy": strategy, "device": "cpu", **options}
         sampling = [SAMPLING[name.startswith(("sampled", "easyspec-tree", "int8"))]]
         beside = {"beside": BESIDE} if "batch_size" in options else {}
-        cases.append({"models": pair, "options": how, "prompt": PROMPT, "count": 20, "sampling": sampling, **beside})
+        cases.append(
+            {
+                "models": pair,
+                "options": how,
+                "prompt": PROMPT,
+                "count": 20 if name in RARELY else 12,
+                "sampling": sampling,
+                **beside,
+            }
+        )
     (tmp_path / "cases").write_text(json.dumps(cases))
     on_ranks(ranks, "tests/support/dist_worker.py", str(tmp_path / "cases"), str(tmp_path / "out"))
     found = [json.loads((tmp_path / f"out.{rank}.json").read_text()) for rank in range(ranks)]
     one, accepted = specker.load(models["wide"], strategy="ar", device="cpu", **FLOATS), {}
-    for name, case, *each in zip(COMPILED, cases, *(rank[:-1] for rank in found), strict=True):
+    for name, case, *each in zip(names, cases, *(rank[:-1] for rank in found), strict=True):
         tokens = each[0]["runs"][0]["tokens"]
         assert all(got["compiled"] and got["ar"] == tokens == got["runs"][0]["tokens"] for got in each), name
         accepted[name] = each[0]["runs"][0]["accepted"]
@@ -410,14 +432,14 @@ def test_several_processes_cannot_share_stdin(monkeypatch, capsys):
 
 def test_replicas_share_the_prompts_and_keep_their_order(tmp_path):
     prompts = tmp_path / "p.jsonl"
-    texts = ["def f(x):", "class A:", "import os", "for i in", "return"]
+    texts = ["def f(x):", "class A:", "import os"]
     prompts.write_text("".join(json.dumps({"prompt": t}) + "\n" for t in texts))
-    args = ["--prompts", str(prompts), "--max-new-tokens", "8", "--dtype", "float64", "--temperature", "0.7"]
+    args = ["--prompts", str(prompts), "--max-new-tokens", "6", "--dtype", "float64", "--temperature", "0.7"]
     out = tmp_path / "out.json"
     done = on_ranks(2, "-m", "specker.run", "--dp", "2", *args, "--json", str(out))
     got = json.loads(out.read_text())
     engine = specker.load(dtype="float64", device="cpu")
-    assert [row["tokens"] for row in got["prompts"]] == [engine.generate(t, 8, temperature=0.7).tokens for t in texts]
+    assert [row["tokens"] for row in got["prompts"]] == [engine.generate(t, 6, temperature=0.7).tokens for t in texts]
     assert got["ranks"] == {"tp": 1, "dp": 2, "draft": 1, "reduce": "fast"}
     assert got["total"]["rounds"] == sum(row["rounds"] for row in got["prompts"])
     assert sum(each.stdout.count("\n") for each in done) >= len(texts)
@@ -502,7 +524,7 @@ def lost(*args):
         {"os.kill(os.getpid(), signal.SIGKILL)" if how == "killed" else "time.sleep(1000)"}
     return launch(*args)
 def begins(ranks):
-    ranks.timeout = 3.0 if rank == "0" else 100.0  # a loaded machine loses no other rank
+    ranks.timeout = 1.5 if rank == "0" else 100.0  # a loaded machine loses no other rank
     warmed(ranks)
     loop.launch = lost
 def leave(code):
@@ -519,7 +541,7 @@ sys.exit(run.main(["--dp", "2", "--strategy", "draft", "--prompt", "def f(x):", 
         assert done.returncode != 0 and "SIGKILL" in report
     else:
         said, least = "".join(each.stderr for each in on_ranks(4, str(script), codes=[1, -9, -9, -9])), 1
-    message = "specker: error: another process of this job ended, or did not answer within 3 s"
+    message = "specker: error: another process of this job ended, or did not answer within 1.5 s"
     assert least <= said.count(message) <= 1, said
     assert "[rank0]" not in said and "Traceback" not in said
 
@@ -533,17 +555,17 @@ import time, specker
 from pathlib import Path
 from specker.runtime import load
 from specker.runtime.ranks import dist
-dist.TIMEOUT = 1.0
+dist.TIMEOUT = 0.5
 load.NODES = Path("/nowhere")
 read = load.read_checkpoint
 def slow(source, **how):
     if how.get("owner") is not None:
-        time.sleep(2)
+        time.sleep(1)
     return read(source, **how)
 load.read_checkpoint = slow
 engine = specker.load({models["target"]!r}, {models["draft"]!r}, device="cpu", dtype="float64")
 assert engine.warnings["shared_cores"].startswith("2 ranks share 1 socket of this machine")
-engine.ranks.timeout = 100.0  # a loaded machine may need more than 1 s for the steps below
+engine.ranks.timeout = 100.0  # a loaded machine may need more than 0.5 s for the steps below
 engine.warmup()
 assert engine.ranks.limit == 100.0
 engine.generate([5, 9, 40], 4)

@@ -103,7 +103,9 @@ def test_every_request_gets_its_tokens_or_the_error(engines, way, call):
     assert len(failed) > 8, failed
 
 
-@pytest.mark.parametrize("way", ["draft", "draft+lookup", "captured", pytest.param("del", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "way", ["draft+lookup", "captured", *(pytest.param(way, marks=pytest.mark.slow) for way in ("draft", "del"))]
+)
 def test_nobody_waits_for_a_step_that_failed(engines, way):
     """Four threads decode over and over in two slots, and whoever does not wait runs a step. Each `generate` returns
     the right tokens or raises the error, and all of them come to an end."""

@@ -125,7 +125,7 @@ def test_tokens_equal_plain_decoding(name, key, texts, grammars, cheap):
 
 @pytest.mark.parametrize(
     "name",
-    ["draft", "del", *(pytest.param(name, marks=pytest.mark.slow) for name in ("draft-tree", "diffuspec", "lookup"))],
+    ["draft", *(pytest.param(name, marks=pytest.mark.slow) for name in ("del", "draft-tree", "diffuspec", "lookup"))],
 )
 def test_a_request_in_a_mixed_batch_is_as_alone(name, texts, free, grammars, cheap):
     """Some with and some without a grammar; more requests than slots."""

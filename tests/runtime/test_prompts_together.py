@@ -158,7 +158,7 @@ def test_prompts_join_rounds_that_watch_layers(targets, passes, monkeypatch, way
     texts = [text_of(length) for length in (3, 20, 45, 150)]
     alone = {len(text): engine.generate_ar(text, 30).tokens for text in texts}
     requests = []
-    for _ in range(60):
+    for _ in range(40):
         while rng.random() < 0.3:
             requests.append(engine.session.submit(rng.choice(texts), Params(max_new_tokens=rng.randrange(1, 30))))
         engine.session.step()

@@ -134,7 +134,7 @@ def test_tokens_are_those_of_plain_decoding(models, monkeypatch, way, copies, gr
     """Texts of unequal lengths, greedy and sampled, which come one after another."""
     torch.manual_seed(1)
     asked = [
-        (text_of(length, n), {"max_new_tokens": 24, "temperature": (0.0, 0.7)[n % 2], "seed": n})
+        (text_of(length, n), {"max_new_tokens": 16, "temperature": (0.0, 0.7)[n % 2], "seed": n})
         for n, length in enumerate(LENGTHS)
     ]
     alone = specker.load(models["target"], strategy="ar", graphs=graphs, **FLOAT32)

@@ -615,7 +615,8 @@ def test_nothing_is_copied_from_the_host_within_a_graph(recorded, name, count):
                 world.launch(budget)
 
 
-ALIKE = ("tree-3x4", "del-length")  # their graph segments are those of other cases
+# Their graph segments are those of other cases.
+ALIKE = ("tree-3x4", "del-length", "diffuspec-fixed", "diffuspec-chain")
 
 
 @pytest.mark.parametrize(
@@ -649,9 +650,16 @@ def test_a_longer_bucket_changes_only_attention(recorded):
 
 
 WARM = [name for name in RECORDED if name not in ("tree-3x4", "tree-3x4-cap-7", "del-length", "diffuspec")]
+SIMPLER = ("diffuspec-fixed", "diffuspec-chain", "eagle", "dspine")  # a tree or search of their kind is another case
 
 
-@pytest.mark.parametrize(("name", "size"), [*((name, 1) for name in WARM), ("tree-3x4-cap-7", 2)])
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        *(pytest.param(name, 1, marks=[pytest.mark.slow] if name in SIMPLER else []) for name in WARM),
+        ("tree-3x4-cap-7", 2),
+    ],
+)
 def test_a_warm_up_leaves_nothing_to_compile(recorded, name, size):
     """The warm-up launches every kernel that a round launches with any number of texts, length and filter, and with
     log-probabilities; and every graph segment of a verify pass and of acceptance."""
@@ -727,7 +735,7 @@ def test_a_warm_up_covers_every_kv_bucket(pairs, tmp_path, kv_buckets, context, 
 
 
 @pytest.mark.parametrize("strategy", ["draft", "del"])
-def test_a_warm_up_covers_every_filter(strategy, monkeypatch):
+def test_a_warm_up_covers_every_filter(pairs, strategy, monkeypatch):
     """Uncaptured launches, for a first round or a prompt's rows, use different kernels for each filter."""
     from specker.model import sampling
 
@@ -739,7 +747,7 @@ def test_a_warm_up_covers_every_filter(strategy, monkeypatch):
 
     sample = sampling.sample_rows
     monkeypatch.setattr(sampling, "sample_rows", spy)
-    engine = specker.load(strategy=strategy, device="cpu", graphs="on")
+    engine = load(pairs[: 1 + (strategy == "draft")], strategy=strategy, graphs="on")
     engine.warmup()
     warm = set(seen)
     for how in ({}, {"temperature": 0.7}, {"top_k": 9}, {"top_p": 0.8}, {"top_k": 9, "top_p": 0.8}):

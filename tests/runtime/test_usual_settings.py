@@ -111,8 +111,8 @@ def usual(strategy):
 def test_del_is_as_fast_as_its_best_fixed_setting(clock):
     best = max(
         speed(lambda seed, e=exit, k=length: of_exits(clock, RATES, lambda known: Fixed(k, k, e), seed))
-        for exit in (4, 5, 7)
-        for length in (1, 2, 3, 4, 6)
+        for exit in (4, 5)  # among 4, 5 and 7, and 1 to 6 tokens, the best setting is one of these
+        for length in (2, 3, 4)
     )
     assert best > 1.1
     assert speed(lambda seed: of_exits(clock, RATES, usual("del"), seed)) > 0.96 * best

@@ -55,8 +55,8 @@ def slow(before_steps):
 def serves(client, engine):
     """Whether the server still answers, and nothing holds a page."""
     until(lambda: free(engine))
-    want = engine.generate([1, 2, 3], 12).text
-    got = client.post("/v1/completions", json={"prompt": [1, 2, 3], "max_tokens": 12}).json()
+    want = engine.generate([1, 2, 3], 6).text
+    got = client.post("/v1/completions", json={"prompt": [1, 2, 3], "max_tokens": 6}).json()
     assert got["choices"][0]["text"] == want and client.get("/health").status_code == 200
     until(lambda: free(engine))
     return True
@@ -183,11 +183,11 @@ def test_a_request_whose_end_cannot_be_recorded_fails_alone(load, slow):
                 raise RuntimeError("a secret of /home/somebody")
 
         ended, worker.on_ended = worker.on_ended, recorded
-        post = pool.submit(client.post, "/v1/completions", json={**LONG, "max_tokens": 50})
+        post = pool.submit(client.post, "/v1/completions", json={**LONG, "max_tokens": 30})
         until(lambda: engine.loop.active)
         answer = client.post("/v1/completions", json=short)
         assert answer.status_code == 500 and "secret" not in answer.text
-        assert post.result().json()["choices"][0]["text"] == engine.generate(LONG["prompt"], 50).text
+        assert post.result().json()["choices"][0]["text"] == engine.generate(LONG["prompt"], 30).text
         assert worker.metrics.finished == {"length": 2} and worker.open == 0 and worker.sound
         worker.on_ended = ended
         assert serves(client, engine)
@@ -216,13 +216,13 @@ def test_logits_that_are_not_finite_fail_the_request(load, monkeypatch):
 
 def test_a_draining_server_ends_what_it_began(load, slow):
     with serving(engine := slow(load(batch_size=1))) as client:
-        with client.stream("POST", "/v1/completions", json={**LONG, "max_tokens": 50, "stream": True}) as answer:
+        with client.stream("POST", "/v1/completions", json={**LONG, "max_tokens": 30, "stream": True}) as answer:
             got = chunks(answer.iter_lines())
             first = next(got)
             client.server.should_exit = True  # what SIGTERM sets
             until(lambda: not accepts(client))
             text = first["choices"][0]["text"] + "".join(c["choices"][0]["text"] for c in got)
-        assert text == engine.generate(LONG["prompt"], 50).text
+        assert text == engine.generate(LONG["prompt"], 30).text
 
 
 def accepts(client):
@@ -249,7 +249,7 @@ def test_sigterm_ends_the_command_after_its_requests(models):
 HANGS = """
 from specker.runtime.session import Session
 from specker.serve import connections
-connections.MARGIN = 0.5
+connections.MARGIN = 0.2
 Session.step = lambda self: threading.Event().wait()
 """
 IMPATIENT = """
@@ -263,12 +263,12 @@ serve.Serving = Impatient
 
 
 def test_sigterm_ends_a_server_whose_round_hangs(models):
-    with command(models, "--seconds", "1", before=HANGS) as (server, url):
+    with command(models, "--seconds", "0.3", before=HANGS) as (server, url):
         assert httpx.post(f"{url}/v1/completions", json=LONG, timeout=60).status_code == 504
         server.send_signal(signal.SIGTERM)
         said = server.communicate()
         assert server.returncode == 128 + signal.SIGTERM
-        assert said.splitlines()[-1] == "specker: error: the server did not end within 1.5 s, so it was ended"
+        assert said.splitlines()[-1] == "specker: error: the server did not end within 0.5 s, so it was ended"
 
 
 def test_a_second_ctrl_c_ends_the_server_at_once(models):

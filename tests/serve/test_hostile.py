@@ -40,10 +40,23 @@ def target(tmp_path_factory):
     return make(folder / "target", "qwen2", layers=2, max_context=400, tokenizer=True, eos=None)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def load(target):
     options = {"dtype": "float64", "device": "cpu", "page_size": 16, "batch_size": 2}
     return lambda **more: specker.load(target, strategy="lookup", **{**options, **more})
+
+
+@pytest.fixture(scope="module")
+def served(load):
+    """A client of one server for all tests that change none of its settings."""
+    with serving(load(), name="served") as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def impatient(load):
+    with serving(load(), client_seconds=0.2) as client:
+        yield client
 
 
 def chat(client, **more):
@@ -208,11 +221,10 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: appli
     ],
     ids=["nothing", "head", "line", "second head", "body", "refused body"],
 )
-def test_half_a_request_ends_with_its_time(load, sent, said):
-    with serving(load(), client_seconds=0.2) as client:
-        assert said in left(connected(client, sent))
-        assert complete(client, max_tokens=90).status_code == 200  # which may take longer
-        until(lambda: len(client.server.server_state.connections) == 1)
+def test_half_a_request_ends_with_its_time(impatient, sent, said):
+    assert said in left(connected(impatient, sent))
+    assert complete(impatient, max_tokens=90).status_code == 200  # which may take longer
+    until(lambda: len(impatient.server.server_state.connections) == 1)
 
 
 def test_a_client_that_does_not_read_is_left(load):
@@ -235,13 +247,22 @@ def test_connections_are_bounded(load):
             each.close()
 
 
+def test_no_write_waits_for_the_clients_confirmation(served):
+    assert complete(served).status_code == 200
+    [connection] = served.server.server_state.connections
+    accepted = connection.transport.get_extra_info("socket")
+    assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 def test_more_connections_than_files_write_no_tracebacks(target):
     """A server with few files, of which clients would take more."""
     before = "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (220, 256))"
     with command({"target": target}, before=before) as (server, url):
         port = int(url.rpartition(":")[2])
-        held = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(400)]
-        assert left(held[-1]).endswith(b"too many connections\n")
+        held = []
+        for count in (64, *8 * [32]):  # no more than may wait to be accepted
+            held += [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(count)]
+            assert len(held) == 64 or left(held[-1]).endswith(b"too many connections\n")
         for each in held:
             each.close()
         until(lambda: httpx.get(f"{url}/health").status_code == 200)
@@ -332,16 +353,15 @@ def test_too_many_texts_are_refused_before_anything_is_computed(load, before_enc
         assert said(complete(client, temperature=-1)).startswith("temperature") and worker.open == 0
 
 
-def test_a_text_with_more_characters_than_the_context_can_have_is_not_looked_at(load, before_encoding):
-    with serving(load(), name="served") as client:
-        encoder = client.app.state.server.encoder
-        most = 400 * max(len(token) for token in encoder.target.tokenizer.get_vocab())
-        before_encoding(encoder, lambda _: 1 / 0)
-        sentence = f"the prompt has {most + 1} characters, but the context of served is 400 tokens of at most "
-        assert said(complete(client, prompt="a" * (most + 1)), 413).startswith(sentence)
-        long = [{"role": "user", "content": "a" * (most + 1)}]
-        assert said(chat(client, messages=long), 413).startswith("the prompt has ")
-        assert said(client.post("/tokenize", json={"messages": long}), 413).startswith("the prompt has ")
+def test_a_text_with_more_characters_than_the_context_can_have_is_not_looked_at(served, before_encoding):
+    encoder = served.app.state.server.encoder
+    most = 400 * max(len(token) for token in encoder.target.tokenizer.get_vocab())
+    before_encoding(encoder, lambda _: 1 / 0)
+    sentence = f"the prompt has {most + 1} characters, but the context of served is 400 tokens of at most "
+    assert said(complete(served, prompt="a" * (most + 1)), 413).startswith(sentence)
+    long = [{"role": "user", "content": "a" * (most + 1)}]
+    assert said(chat(served, messages=long), 413).startswith("the prompt has ")
+    assert said(served.post("/tokenize", json={"messages": long}), 413).startswith("the prompt has ")
 
 
 def test_a_short_text_does_not_wait_for_a_long_one(load, monkeypatch, before_encoding):
@@ -384,10 +404,9 @@ def test_a_round_that_hangs_is_no_health(load, before_steps):
 
 
 @pytest.mark.parametrize("stop", [["a"] * 17, "a" * 257], ids=["many", "long"])
-def test_stop_strings_are_few_and_short(load, stop):
-    with serving(load()) as client:
-        assert said(complete(client, stop=stop)) == "stop: at most 16 strings of at most 256 characters are allowed"
-        assert complete(client, stop=["a" * 256] * 16).status_code == 200
+def test_stop_strings_are_few_and_short(served, stop):
+    assert said(complete(served, stop=stop)) == "stop: at most 16 strings of at most 256 characters are allowed"
+    assert complete(served, stop=["a" * 256] * 16).status_code == 200
 
 
 MANY = {
@@ -424,19 +443,18 @@ def test_a_body_with_many_wrong_items_costs_no_more_than_one_with_one(model, bod
 @pytest.mark.parametrize(
     "field", [{"other": 1}, {"functions": [1]}, {"stop": "a" * 257}, {"prompt": [9] * 1000}, {"temperature": -1}]
 )
-def test_nothing_holds_a_body_that_was_refused(load, field):
+def test_nothing_holds_a_body_that_was_refused(served, field):
     def errors():
         return {id(each) for each in gc.get_objects() if type(each) in (RequestValidationError, ValueError, TooLong)}
 
-    with serving(load()) as client:
-        assert complete(client).status_code == 200
-        before = errors()
-        gc.disable()  # it would free what holds itself
-        try:
-            assert complete(client, **field).status_code in (400, 413)
-            until(lambda: errors() <= before)
-        finally:
-            gc.enable()
+    assert complete(served).status_code == 200
+    before = errors()
+    gc.disable()  # it would free what holds itself
+    try:
+        assert complete(served, **field).status_code in (400, 413)
+        until(lambda: errors() <= before)
+    finally:
+        gc.enable()
 
 
 # --- chat templates
@@ -447,17 +465,15 @@ TAKEN = (
 )
 
 
-def test_clients_bring_no_template_and_no_arguments_of_the_renderer(load):
+def test_clients_bring_no_template_and_no_arguments_of_the_renderer(served):
     loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    with serving(load()) as client:
-        for name in TAKEN:
-            assert said(chat(client, chat_template_kwargs={name: loops})) == f"chat_template_kwargs cannot set {name}"
-        assert chat(client, chat_template_kwargs={"enable_thinking": False}).status_code == 200
+    for name in TAKEN:
+        assert said(chat(served, chat_template_kwargs={name: loops})) == f"chat_template_kwargs cannot set {name}"
+    assert chat(served, chat_template_kwargs={"enable_thinking": False}).status_code == 200
 
 
 @pytest.mark.parametrize("template", ["{{ 1 // x }}", "{{ messages[0].content.x.y }}", "{{ 'a' + messages[0].n }}"])
-def test_a_template_that_fails_on_messages_gets_one_sentence(load, chat_template, template):
-    with serving(engine := load(), name="served") as client:
-        chat_template(engine, template)
-        answer = chat(client, messages=[TALK[0] | {"n": 1}], chat_template_kwargs={"x": 0})
-        assert said(answer).startswith("the chat template of served refuses the conversation: ")
+def test_a_template_that_fails_on_messages_gets_one_sentence(served, chat_template, template):
+    chat_template(served.app.state.server.engine, template)
+    answer = chat(served, messages=[TALK[0] | {"n": 1}], chat_template_kwargs={"x": 0})
+    assert said(answer).startswith("the chat template of served refuses the conversation: ")

@@ -56,7 +56,7 @@ def load(models, way, **more):
 @pytest.mark.usefixtures("cheap")  # drafts do not depend on the clock
 @pytest.mark.parametrize(
     ("way", "concurrency", "count"),
-    [(*each, 8) for each in QUICK] + [pytest.param(*each, 200, marks=pytest.mark.slow) for each in ALL],
+    [(*each, 6) for each in QUICK] + [pytest.param(*each, 200, marks=pytest.mark.slow) for each in ALL],
 )
 def test_texts_depend_on_nothing_but_their_requests(models, way, concurrency, count):
     rng = random.Random(concurrency)

@@ -41,7 +41,11 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in ("chain", "graphs") else []) for name in SETTINGS]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in ("chain", "graphs", "pruned") else [])
+        for name in SETTINGS
+    ],
 )
 def test_the_trace_of_a_run(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
