@@ -84,7 +84,9 @@ def poisoned() -> Iterator[None]:
 
 @pytest.fixture
 def steady(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounds teach nothing about costs, so what is drafted does not depend on the clock."""
+    """Rounds teach nothing about costs, and each round looks for copies, so what is drafted does not depend on the
+    clock, but for the layers that DEL watches."""
+    monkeypatch.setattr("specker.runtime.draft_runner.LOOKING", 1e9)
     for name in ("observe", "observe_prefill", "follow"):
         monkeypatch.setattr(f"specker.runtime.control.costs.Costs.{name}", lambda *_: None)
     monkeypatch.setattr("specker.runtime.control.choose.LOOK", 0)
