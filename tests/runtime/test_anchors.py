@@ -30,7 +30,7 @@ KINDS = {
     "lfm2": LFM2 | {"tied": False, "seed": 1, "heads": 2, "kv_heads": 1, "head_dim": 32},
     "lfm2-moe": LFM2_MOE | {"seed": 1, "heads": 2, "kv_heads": 1, "head_dim": 32},
 }
-LENGTHS = 1, 33, 62, 65, 130  # of prompts
+LENGTHS = 1, 3, 33, 62, 64, 65, 130  # of prompts
 HOW = {
     "chain": {"strategy": "draft", "draft_tokens": 5},
     "tree": {"strategy": "draft", "tree": "3x3"},
@@ -150,7 +150,7 @@ def test_the_mtp_head_of_the_checkpoint_drafts(tmp_path, dtype, shape):
     options = {name: value for name, value in QWEN3_5.items() if name != "layers"}
     target = make_mtp(tmp_path, "qwen3-next", **options)
     engine = specker.load(target, strategy="mtp", dtype=dtype, **shape)
-    for n, how in ((62, {}), (200, {"temperature": 0.7, "seed": 2})):
+    for n, how in ((62, {}), (200, {}), (200, {"temperature": 0.7, "seed": 2})):
         out = engine.generate(prompt_of(n), max_new_tokens=30, **how)
         assert out.tokens == engine.generate_ar(prompt_of(n), max_new_tokens=30, **how).tokens
         assert out.stats.drafted > 20

@@ -18,7 +18,7 @@ KINDS = {
     "qwen3.5": QWEN3_5 | {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "seed": 3},
     "lfm2": LFM2 | {"tied": False, "seed": 1, "heads": 2, "kv_heads": 1, "head_dim": 32},
 }
-LENGTHS = 33, 64, 97
+LENGTHS = 33, 64, 65, 97
 HOW = {
     "ar": {"strategy": "ar"},
     "tree": {"strategy": "draft", "tree": "2x3"},
@@ -217,7 +217,7 @@ def test_a_recurrent_draft_of_a_target_without_states(tmp_path, monkeypatch, pai
     monkeypatch.setattr(model_drafter, "prefill_parts", counted)
     plain = specker.load(target, strategy="ar", dtype="float32", prefix_cache="off")
     engine = specker.load(target, pairs[kind][0], dtype="float32", page_size=16, batch_size=2, **HOW["tree"])
-    for n in (97,):
+    for n in (65, 97):
         start = text_of(n, 18)
         for own, new in ((70, n + 69), (90, n + 89), (80, 79), (80, 0)):
             rows.clear()

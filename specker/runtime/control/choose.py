@@ -191,16 +191,17 @@ class Chooser:
             self._since = 0.0
         self._drafting = False
         # Drafts that look slower than a plain round that was just measured may have been timed in a slower phase.
-        due = self._run == 0 and n < texts.left and self._due(texts, best, plain, at_once=was == MEASURED)
-        count = AGAIN
-        if not due and not policies[0].layers:  # DEL's policies learn from rounds without drafts
-            count = max(AGAIN, min(LATER, int(self._price(texts, best, plain) / TRIED - self._since)))
+        if self._run == 0 and n < texts.left:
+            self._due(texts, best, plain, at_once=was == MEASURED)
         if self._run > 0 and self.left > -FIRST:  # one that ends early tells nothing
             self._run, self.trial = self._run - 1, True
             return texts.trial(best)
         if quiet:
             self.reason = RESTS
             return self._none
+        count = AGAIN
+        if not policies[0].layers:  # DEL's learn from rounds without drafts
+            count = max(AGAIN, min(LATER, int(self._price(texts, best, plain) / TRIED - self._since)))
         return self._rest(n, first, RESTS if reads else BEHIND, count)
 
     def _always(self, texts: "_Texts", shapes: Sequence[Budget], reads: bool) -> Budget:
