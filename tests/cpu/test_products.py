@@ -146,17 +146,6 @@ def test_more_rows_than_a_call_rounds_at_once():
     assert torch.equal(cpu.product(x, w, "int8")[[0, 511, 512, 1099]], cpu.product(x[[0, 511, 512, 1099]], w, "int8"))
 
 
-@pytest.mark.parametrize("name", [name for name in FORMATS if not name.startswith("fp8")])
-def test_rows_of_a_prompt_have_the_bits_of_single_rows(name):
-    """Many rows may be multiplied in squares: here of different heights, more of them than codes are unpacked for, and of
-    several blocks of W, of which the last is cut."""
-    E = 512 if FORMATS[name].columns == 256 else 352
-    many, w = inputs(150, E), pack(numbers(name, 301, E))
-    alone = torch.cat([cpu.product(row[None], w, "int8") for row in many])
-    for T in (8, 16, 17, 31, 50, 129, 150):
-        assert torch.equal(cpu.product(many[:T], w, "int8"), alone[:T]), T
-
-
 @pytest.mark.parametrize("activations", cpu.ACTIVATIONS)
 def test_a_norm_before_the_product(activations):
     x, norm, w = inputs(), torch.rand(COLUMNS) + 0.5, pack(numbers("int5"))

@@ -21,6 +21,13 @@ __attribute__((constructor)) static void set_alone(void) {
 }
 #endif
 
+// The sum of a group in a row of x, times its scales, plus `to`. Without SIXTEEN, all is in d0.
+INLINE vf added(int scales, vi d0, vi d1, vf scale, vf shift, float by, float both, vf to) {
+    if (scales == SIXTEEN) return fma_(fma_(to_float(d1), shift, to_float(d0) * scale), splat(by), to);
+    to = fma_(to_float(d0), scale * splat(by), to);
+    return scales == HALF_SHIFT || scales == FLOAT_SHIFT || scales == SUPER ? fma_(shift, splat(both), to) : to;
+}
+
 #if LANES == 8 || defined(BY_PAIRS)
 #define CODE_BY_CODE
 // The dot products of a group of W with T rows of x at `a`. With `apart`, d0 is the sum over columns 0 to 15 and d1 the
@@ -89,66 +96,54 @@ INLINE void dots(int bits, int apart, int T, const uint8_t *w, const int8_t *a, 
 }
 #endif
 
-// The sum of a group of a row, times its scales, plus `to`.
-INLINE vf added(int scales, vi dot, vf scale, vf shift, float by, float both, vf to) {
-    to = fma_(to_float(dot), scale * splat(by), to);
-    return scales == HALF_SHIFT || scales == FLOAT_SHIFT ? fma_(shift, splat(both), to) : to;
-}
-
-// Asks for the weights that come `FAR` and `NEAR` bytes after those of a group of `lines` cache lines.
-INLINE void ask_ahead(const uint8_t *w, int64_t lines) {
-    for (int64_t i = 0; i < 64 * lines; i += 64) prefetch_far(w + FAR + i), prefetch(w + NEAR + i);
-}
-
-// The dot products of a group q of W with a row of x: over columns 0 to 15, and 16 to 31. `split`: in two chains of
-// additions; otherwise all is in the first.
-INLINE void row_dots(int bits, int split, const vh q[8], const int8_t *row, vi *first, vi *then) {
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i++) {
-        const int n = split ? i / 2 + i % 2 * 4 : i; // in turns
-        vi *d = split && n >= 4 ? then : first;
-        *d = bits == 8 ? dot8_all(*d, q[n], row + 4 * n) : dot4_all(*d, q[n], row + 4 * n);
-    }
-}
-
-// Units of 32 columns.
-INLINE void tile_small(int bits, int scales, int T, const uint8_t *w, const rows *x, const int32_t *less, int64_t t0, int64_t E,
-                       float *y, int64_t row_y) {
-    const int64_t size = unit_bytes(bits, scales), units = E / GROUP;
-    const int offset = offset_of(bits, scales) != 0, asks = T > 1 || alone;
+INLINE void tile_integers(int bits, int scales, int T, const uint8_t *w, const rows *x, const int32_t *less, int64_t t0,
+                          int64_t E, float *y, int64_t row_y) {
+    const int64_t columns = unit_columns(scales), size = unit_bytes(bits, scales);
+    const int64_t lines = (size * GROUP / columns + 63) / 64; // of memory, for a group
+    const int apart = scales == SIXTEEN, offset = offset_of(bits, scales) != 0, asks = T > 1 || alone;
     vf acc[MOST][PARTS];
 #pragma GCC unroll 16
     for (int t = 0; t < T; t++)
 #pragma GCC unroll 4
         for (int part = 0; part < PARTS; part++) acc[t][part] = splat(0);
-    for (int64_t u = 0; u < units; u++, w += size) {
-        const int64_t at = t0 * units + u * T;
-        const int8_t *rows = x->small.q + at * GROUP;
-        const int32_t *begin = offset ? less + 2 * at : 0;
-        if (asks) ask_ahead(w, (size + 63) / 64);
+    for (int64_t u = 0; u < E / columns; u++, w += size) {
+#pragma GCC unroll 1
+        for (int g = 0; g < columns / GROUP; g++) {
+            const int64_t at = t0 * (E / GROUP) + (u * (columns / GROUP) + g) * T;
+            const uint8_t *here = w + g * code_bytes(bits);
+            const int8_t *q8 = x->q + at * GROUP;
+            const float *by = x->scale + at, *both = x->both + at;
+            const int32_t *begin = offset ? less + 2 * at : 0;
+            const uint8_t *ahead = w + g * lines * 64;
+            if (asks)
+                for (int64_t i = 0; i < 64 * lines; i += 64) prefetch_far(ahead + FAR + i), prefetch(ahead + NEAR + i);
 #ifdef CODE_BY_CODE
-        vi d0[MOST][PARTS], d1[MOST][PARTS];
-        dots(bits, 0, T, w, rows, begin, d0, d1);
+            vi d0[MOST][PARTS], d1[MOST][PARTS];
+            dots(bits, apart, T, here, q8, begin, d0, d1);
 #endif
 #pragma GCC unroll 4
-        for (int part = 0; part < PARTS; part++) {
-            vf scale, shift = splat(0);
-            scales_of(bits, scales, w, 0, part, &scale, &shift);
-#ifndef CODE_BY_CODE
-            vh q[8];
-            codes(bits, w, part, q);
-#endif
-#pragma GCC unroll 16
-            for (int t = 0; t < T; t++) { // a row after another: its sum and that of its group need few registers
+            for (int part = 0; part < PARTS; part++) {
+                vf scale, shift = splat(0); // SIXTEEN: the scales of columns 0 to 15 and 16 to 31
+                scales_of(bits, scales, w, g, part, &scale, &shift);
 #ifdef CODE_BY_CODE
-                const vi first = d0[t][part];
+#pragma GCC unroll 16
+                for (int t = 0; t < T; t++)
+                    acc[t][part] = added(scales, d0[t][part], d1[t][part], scale, shift, by[t], both[t], acc[t][part]);
 #else
-                vi first = (vi){0} + (offset ? begin[2 * t] : 0);
-                row_dots(bits, 0, q, rows + t * GROUP, &first, 0);
+                vh q[8];
+                codes(bits, here, part, q);
+#pragma GCC unroll 16
+                for (int t = 0; t < T; t++) { // a row after another: its sum and that of its group need few registers
+                    vi d0 = (vi){0} + (offset ? begin[2 * t] : 0), d1 = (vi){0} + (offset && apart ? begin[2 * t + 1] : 0);
+#pragma GCC unroll 8
+                    for (int i = 0; i < 8; i++) {
+                        vi *d = apart && i >= 4 ? &d1 : &d0;
+                        const int8_t *four = q8 + t * GROUP + 4 * i;
+                        *d = bits == 8 ? dot8_all(*d, q[i], four) : dot4_all(*d, q[i], four);
+                    }
+                    acc[t][part] = added(scales, d0, d1, scale, shift, by[t], both[t], acc[t][part]);
+                }
 #endif
-                vf *to = &acc[t][part];
-                *to = fma_(to_float(first), scale * splat(x->small.scale[at + t]), *to);
-                if (scales == HALF_SHIFT || scales == FLOAT_SHIFT) *to = fma_(shift, splat(x->small.both[at + t]), *to);
             }
         }
     }
@@ -156,98 +151,6 @@ INLINE void tile_small(int bits, int scales, int T, const uint8_t *w, const rows
     for (int t = 0; t < T; t++)
 #pragma GCC unroll 4
         for (int part = 0; part < PARTS; part++) store(y + t * row_y + part * LANES, acc[t][part]);
-}
-
-// Units of 256 columns. Float32 adds products of dots and integer scales without rounding while they stay below 2^24: for
-// eight groups of four bits, four of five bits, and one of six.
-INLINE void tile_large(int bits, int scales, int T, const uint8_t *w, const rows *x, const int32_t *less, int64_t t0, int64_t E,
-                       float *y, int64_t row_y) {
-    const int64_t size = unit_bytes(bits, scales), units = E / 256;
-    const int apart = scales == SIXTEEN, asks = T > 1 || alone;
-    const int exact = bits == 4 ? 8 : bits == 5 ? 4 : 1;
-    const eights *given = &x->large;
-    _Alignas(64) float all[MOST][ROWS];    // of all units so far
-    _Alignas(64) int32_t sums[MOST][ROWS]; // of this one
-    memset(all, 0, T * ROWS * 4);
-    for (int64_t u = 0; u < units; u++, w += size) {
-        const uint8_t *p = w + 8 * code_bytes(bits);
-#pragma GCC unroll 1
-        for (int n = 0; n < 8; n += exact) {
-            vf acc[MOST][PARTS];
-#pragma GCC unroll 16
-            for (int t = 0; t < T; t++)
-#pragma GCC unroll 4
-                for (int part = 0; part < PARTS; part++) acc[t][part] = splat(0);
-#pragma GCC unroll 1
-            for (int g = n; g < n + exact; g++) {
-                const int64_t at = t0 * (E / GROUP) + (u * 8 + g) * T;
-                const uint8_t *here = w + g * code_bytes(bits);
-                const int8_t *rows = given->q + at * GROUP;
-                const int32_t *begin = less + 2 * at;
-                if (asks) ask_ahead(w + g * ((size / 8 + 63) / 64 * 64), (size / 8 + 63) / 64);
-#ifdef CODE_BY_CODE
-                vi d0[MOST][PARTS], d1[MOST][PARTS];
-                dots(bits, apart, T, here, rows, begin, d0, d1);
-#endif
-#pragma GCC unroll 4
-                for (int part = 0; part < PARTS; part++) {
-                    vi scale, second;
-                    integer_scales(scales, p, g, part, &scale, &second);
-                    const vf by = to_float(scale), by2 = to_float(second);
-#ifndef CODE_BY_CODE
-                    vh q[8];
-                    codes(bits, here, part, q);
-#endif
-#pragma GCC unroll 16
-                    for (int t = 0; t < T; t++) {
-#ifdef CODE_BY_CODE
-                        const vi first = d0[t][part], then = d1[t][part];
-#else
-                        vi first = (vi){0} + begin[2 * t], then = (vi){0} + begin[2 * t + 1];
-                        row_dots(bits, 1, q, rows + t * GROUP, &first, &then);
-                        if (!apart) first += then;
-#endif
-                        vf *to = &acc[t][part];
-                        *to = exact > 1 ? fma_(to_float(first), by, *to) : to_float(first) * by;
-                        if (apart) *to = fma_(to_float(then), by2, *to);
-                    }
-                }
-            }
-            __asm__("" ::: "memory"); // otherwise `sums` takes the registers that `acc` needs
-#pragma GCC unroll 16
-            for (int t = 0; t < T; t++)
-#pragma GCC unroll 4
-                for (int part = 0; part < PARTS; part++) {
-                    int32_t *to = &sums[t][part * LANES];
-                    const vi more = to_integer(acc[t][part]);
-                    store(to, (vf)(n ? lanes(to) + more : more));
-                }
-        }
-        const int64_t at = t0 * units + u * T;
-#pragma GCC unroll 4
-        for (int part = 0; part < PARTS; part++) {
-            const factors f = factors_of(scales, p, part);
-            vi offsets[4];
-            if (scales == SUPER) pairs_of(p + part * LANES, offset_of(bits, scales), offsets);
-#pragma GCC unroll 4
-            for (int t = 0; t < T; t++) {
-                const int16_t *of_x = given->sums + 8 * (at + t);
-                float *to = &all[t][part * LANES];
-                vi sum = lanes(&sums[t][part * LANES]);
-                if (scales == SUPER) sum = summed(sum, offsets, of_x);
-                store(to, scaled(scales, &f, of_x, given->scale[at + t], sum, load(to)));
-            }
-        }
-    }
-    for (int t = 0; t < T; t++) memcpy(y + t * row_y, all[t], ROWS * 4);
-}
-
-INLINE void tile_integers(int bits, int scales, int T, const uint8_t *w, const rows *x, const int32_t *less, int64_t t0,
-                          int64_t E, float *y, int64_t row_y) {
-    if (scales >= SUPER)
-        tile_large(bits, scales, T, w, x, less, t0, E, y, row_y);
-    else
-        tile_small(bits, scales, T, w, x, less, t0, E, y, row_y);
 }
 
 #if MOST == 16

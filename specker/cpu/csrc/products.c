@@ -14,7 +14,7 @@ int64_t segment_bytes(int64_t format, int64_t rows, int64_t E) {
 
 // --- rows of x
 
-int64_t rows_bytes(int64_t T, int64_t E) { return T * E * 8 + T * (E / GROUP) * 32 + T * (E / 256) * 20 + 12 * 64; }
+int64_t rows_bytes(int64_t T, int64_t E) { return T * E * 7 + T * (E / GROUP) * 32 + 8 * 64; }
 
 static void *take(char **at, int64_t bytes) {
     void *p = (void *)(((uintptr_t)*at + 63) / 64 * 64);
@@ -25,12 +25,9 @@ static void *take(char **at, int64_t bytes) {
 rows rows_at(const float *x, int64_t row, void *memory, int64_t T, int64_t E) {
     char *at = memory;
     rows r = {.x = x, .row = row, .T = T};
-    r.small.q = take(&at, T * E);
-    r.small.scale = take(&at, T * (E / GROUP) * 4);
-    r.small.both = take(&at, T * (E / GROUP) * 4);
-    r.large.q = take(&at, T * E);
-    r.large.scale = take(&at, T * (E / 256) * 4);
-    r.large.sums = take(&at, T * (E / 256) * 16);
+    r.q = take(&at, T * E);
+    r.scale = take(&at, T * (E / GROUP) * 4);
+    r.both = take(&at, T * (E / GROUP) * 4);
     for (int i = 0; i < 3; i++) r.less[i] = take(&at, T * (E / GROUP) * 8);
     r.h = take(&at, T * E * 2);
     r.f = take(&at, T * E * 4);
@@ -49,51 +46,38 @@ static int as_integers(const matrix *m, int64_t format) {
     return format > BFLOAT16 && KINDS[format].bits != FP8 && m->activations == AS_INT8;
 }
 
-// Rounds row t to int8 for the parts of m with units of so many columns: scale = largest |x| of a unit / 127, to nearest,
-// ties to even.
-static void round_int8(const matrix *m, const rows *r, int64_t t, int64_t columns) {
-    int offset[3], halves[3], count = 0;
-    int32_t *less[3];
+// Rounds row t to int8 in groups of 32, scale = largest |x| / 127, to nearest, ties to even.
+static void round_int8(const matrix *m, const rows *r, int64_t t) {
+    int offset[3], halves[3];
     for (int i = 0; i < m->count; i++) {
         const int64_t format = m->parts[i].format;
-        if (!as_integers(m, format) || unit_columns(KINDS[format].scales) != columns) continue;
-        offset[count] = offset_of(KINDS[format].bits, KINDS[format].scales);
-        halves[count] = KINDS[format].scales == SIXTEEN;
-        less[count++] = r->less[i];
+        offset[i] = as_integers(m, format) ? offset_of(KINDS[format].bits, KINDS[format].scales) : 0;
+        halves[i] = KINDS[format].scales == SIXTEEN;
     }
-    if (!count) return;
-    const eights *to = columns == GROUP ? &r->small : &r->large;
     const float *x = r->x + t * r->row;
     const vf magic = splat(12582912.0f); // 1.5 2^23: adding it rounds to an integer, in the last bits
     const int64_t tiles = tiles_of(r->T), n = ((t + 1) * tiles - 1) / r->T, t0 = n * r->T / tiles; // t is in tile n
-    const int64_t height = (n + 1) * r->T / tiles - t0, units = m->E / columns;
-    int64_t at = t0 * (m->E / GROUP) + t - t0;
-    const int paired = columns > GROUP && as_squares(r->T); // two groups of a row lie side by side
-    for (int64_t u = 0; u < units; u++) {
-        const int64_t unit = t0 * units + u * height + t - t0;
+    const int64_t height = (n + 1) * r->T / tiles - t0, G = m->E / GROUP;
+    int64_t at = t0 * G + t - t0;
+    for (int64_t g = 0; g < G; g++, x += GROUP, at += height) {
         vf most = splat(0);
-        for (int i = 0; i < columns; i += LANES) {
+        for (int i = 0; i < GROUP; i += LANES) {
             vf a = load(x + i);
             most = largest(most, largest(a, -a));
         }
         const float top = highest(most), scale = top / 127.0f, by = top > 0 ? 127.0f / top : 0;
-        to->scale[unit] = scale;
-        for (int g = 0; g < columns / GROUP; g++, x += GROUP, at += height) {
-            int8_t *q = to->q + (paired ? at - g % 2 * (height - 1) + t - t0 : at) * GROUP;
-            int32_t sums[2] = {0, 0};
-            for (int i = 0; i < GROUP; i += LANES) {
-                vi whole = (vi)(load(x + i) * by + magic) - 0x4b400000;
-                narrow_bytes(q + i, whole);
-                sums[i / 16] += (int32_t)total(to_float(whole)); // integers: exact in any order
-            }
-            if (columns == GROUP)
-                to->both[unit] = scale * (float)(sums[0] + sums[1]);
-            else
-                to->sums[8 * unit + g] = (int16_t)(sums[0] + sums[1]);
-            for (int i = 0; i < count; i++) {
-                less[i][2 * at] = -offset[i] * (halves[i] ? sums[0] : sums[0] + sums[1]);
-                less[i][2 * at + 1] = halves[i] ? -offset[i] * sums[1] : 0;
-            }
+        int8_t *q = r->q + at * GROUP;
+        int32_t sums[2] = {0, 0};
+        for (int i = 0; i < GROUP; i += LANES) {
+            vi n = (vi)(load(x + i) * by + magic) - 0x4b400000;
+            narrow_bytes(q + i, n);
+            sums[i / 16] += (int32_t)total(to_float(n)); // integers: exact in any order
+        }
+        r->scale[at] = scale;
+        r->both[at] = scale * (float)(sums[0] + sums[1]);
+        for (int i = 0; i < m->count; i++) {
+            r->less[i][2 * at] = -offset[i] * (halves[i] ? sums[0] : sums[0] + sums[1]);
+            r->less[i][2 * at + 1] = halves[i] ? -offset[i] * sums[1] : 0;
         }
     }
 }
@@ -109,7 +93,7 @@ void round_row(const matrix *m, const rows *r, int64_t t) {
         int64_t format = m->parts[i].format;
         integers |= as_integers(m, format), pairs |= in_pairs(m, format), floats |= as_floats(m, format);
     }
-    if (integers) round_int8(m, r, t, GROUP), round_int8(m, r, t, 256);
+    if (integers) round_int8(m, r, t);
     const float *x = r->x + t * r->row;
     if (pairs)
         for (int64_t e = 0; e < m->E; e++) r->h[t * m->E + e] = narrow(x[e]);
@@ -128,12 +112,6 @@ static void interleaved(const matrix *m, int part, const rows *x, int64_t T, int
     const int integer = as_integers(m, s->format), rounded = as_floats(m, s->format);
     const float *f = rounded ? x->f : x->x;
     const int64_t row_x = rounded ? E : x->row;
-#if defined(__AMX_INT8__)
-    if (integer && KINDS[s->format].scales >= SUPER && as_squares(T)) {
-        squares(s->format, s->data + first / ROWS * size, count, x, E, y, row_y);
-        return;
-    }
-#endif
     for (int64_t o = 0; o < count; o += ROWS) {
         const uint8_t *w = s->data + (first + o) / ROWS * size;
         const int whole = count - o >= ROWS;

@@ -42,20 +42,14 @@ typedef struct {
     int64_t activations; // the type for quantised parts; bfloat16 parts take bfloat16 unless this is AS_FLOAT32
 } matrix;
 
-// x rounded to eight bits, with a scale for as many columns as a unit of W has. It is a tile of rows after another
-// (tiles.h), and in a tile the same columns of all rows lie side by side.
-typedef struct {
-    int8_t *q;     // tiles of [E / 32, rows, 32], or [E / 64, rows, 64] for `squares`
-    float *scale;  // tiles of [units, rows]
-    float *both;   // units of 32 columns: tiles of [units, rows], scale times the sum of q
-    int16_t *sums; // units of 256 columns: tiles of [units, rows, 8], the sums of q in each 32 columns
-} eights;
-
-// Rows of x [T, E] in the forms that a matrix needs; a thread's own, or shared.
+// Rows of x [T, E] in the forms that a matrix needs; a thread's own, or shared. The 8-bit form is a
+// tile of rows after another (tiles.h), and in a tile the rows of a group of 32 columns lie side by side.
 typedef struct {
     const float *x; // [T, E], `row` floats apart
     int64_t row, T;
-    eights small, large; // for units of 32 and of 256 columns
+    int8_t *q;    // tiles of [E / 32, rows, 32], rounded to eight bits
+    float *scale; // tiles of [E / 32, rows]
+    float *both;  // like `scale`: scale times the sum of q
     int32_t *less[3]; // of each part of the matrix: tiles of [E / 32, rows, 2], see `offset_of`; SIXTEEN has one for each
                       // half of a group, the others have one and 0
     uint16_t *h;  // [T, E], rounded to bfloat16

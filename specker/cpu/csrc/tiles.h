@@ -2,9 +2,6 @@
 //
 // A lane is a row of W, so a sum needs no reduction. Integer dot products of a group are exact, and groups are added in
 // order. So a row of y has the same bits in any tile, batch and thread, and on any processor with a fused multiply-add.
-//
-// Units of 256 columns have integers as scales of their groups, and x has one scale for all 256. So all is exact within
-// a unit, and its sum is scaled once.
 #pragma once
 #include "products.h"
 #include "vector.h"
@@ -70,11 +67,8 @@ INLINE int zero_of(int bits, int scales) {
     return scales == HALF_SHIFT || scales == FLOAT_SHIFT || scales == SUPER || bits == FP8 ? 0 : 1 << (bits - 1);
 }
 
-// What codes exceed the integers by that products are sums of. A sum begins with -offset times the sum of x. With SUPER
-// it is what makes sums smallest, and is added back.
-INLINE int offset_of(int bits, int scales) {
-    return bits == 8 ? ZERO8 : scales == SUPER ? 1 << (bits - 1) : zero_of(bits, scales);
-}
+// What codes exceed their numbers by when they are multiplied: the sum of a group begins with -offset times the sum of x.
+INLINE int offset_of(int bits, int scales) { return bits == 8 ? ZERO8 : zero_of(bits, scales); }
 
 #define EACH_KIND(X) \
     X(FOUR_HALF, 4, HALF) \
@@ -139,50 +133,6 @@ INLINE void scales_of(int bits, int scales, const uint8_t *unit, int g, int part
     if (bits == FP8) *scale *= 256.0f; // see `fp8`
 }
 
-// Units of 256 columns: the integers by which the dot products of group g are multiplied, with SIXTEEN those of columns 0
-// to 15, and of 16 to 31. `p`: where the unit's scales begin.
-INLINE void integer_scales(int scales, const uint8_t *p, int64_t g, int part, vi *scale, vi *second) {
-    const int lane = part * LANES;
-    if (scales == SUPER) {
-        *scale = *second = integers(p + 16 * g + lane);
-    } else {
-        *scale = signed_integers(p + 32 * g + lane);
-        *second = signed_integers(p + 32 * g + 16 + lane);
-    }
-}
-
-// `bytes` [8, ROWS] times a factor, as pairs of 16 bits: pairs[i] has those of groups 2 i and 2 i + 1.
-INLINE void pairs_of(const uint8_t *bytes, int factor, vi pairs[4]) {
-    for (int i = 0; i < 4; i++) pairs[i] = integers(bytes + 32 * i) * factor | integers(bytes + 32 * i + 16) * factor << 16;
-}
-
-// The last factors of a unit's sums: of products, and of shifts with their integers.
-typedef struct {
-    vf d, m;
-    vi shifts[4];
-} factors;
-
-INLINE factors factors_of(int scales, const uint8_t *p, int part) {
-    const int lane = part * LANES;
-    factors f = {.d = halves(p + 256 + 2 * lane)};
-    if (scales == SUPER) f.m = -halves(p + 288 + 2 * lane), pairs_of(p + 128 + lane, 1, f.shifts);
-    return f;
-}
-
-// acc + the sum of x in the groups of a unit, each times an integer.
-INLINE vi summed(vi acc, const vi pairs[4], const int16_t *sums) {
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) acc = dot2_all(acc, pairs[i], sums + 2 * i);
-    return acc;
-}
-
-// y + a unit's sum of products, and its shifts. by: the scale of x; sums: of x in the unit's groups.
-INLINE vf scaled(int scales, const factors *f, const int16_t *sums, float by, vi sum, vf y) {
-    vf unit = to_float(sum) * f->d;
-    if (scales == SUPER) unit = fma_(to_float(summed((vi){0}, f->shifts, sums)), f->m, unit);
-    return fma_(unit, splat(by), y);
-}
-
 // x [T, E] is cut into tiles of about equal height: tile n has rows n T / tiles .. (n + 1) T / tiles - 1.
 INLINE int64_t tiles_of(int64_t T) { return (T + MOST - 1) / MOST; }
 
@@ -190,17 +140,6 @@ INLINE int64_t tiles_of(int64_t T) { return (T + MOST - 1) / MOST; }
 // these rows of W.
 typedef void integer_tile(int T, const uint8_t *w, const rows *x, const int32_t *less, int64_t t0, int64_t E, float *y,
                           int64_t row_y);
-
-#if defined(__AMX_INT8__)
-// Whether so many rows of x are multiplied by AMX in formats with units of 256 columns: those are more than a few, and the
-// system lets this process use it.
-int as_squares(int64_t T);
-// y = rows 0 .. count - 1 of W at `w` times all rows of x, with the bits of tiles.
-void squares(int64_t format, const uint8_t *w, int64_t count, const rows *x, int64_t E, float *y, int64_t row_y);
-#else
-INLINE int as_squares(int64_t T) { return (void)T, 0; }
-#endif
-
 typedef void float_tile(int T, const uint8_t *w, const float *x, int64_t row_x, int64_t E, float *y, int64_t row_y);
 extern integer_tile *const INTEGER_TILES[FORMATS];
 extern float_tile *const FLOAT_TILES[FORMATS];
