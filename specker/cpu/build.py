@@ -34,6 +34,10 @@ V3 = {"avx2", "fma", "f16c", "bmi2"}
 V4 = V3 | {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"}
 # Levels from best to least: the features that /proc/cpuinfo must list, and the compiler's flags.
 LEVELS: dict[str, tuple[set[str], tuple[str, ...]]] = {
+    "amx": (
+        V4 | {"avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8"},
+        ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-int8"),
+    ),
     "avx512bf16": (V4 | {"avx512_vnni", "avx512_bf16"}, ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16")),
     "avx512vnni": (V4 | {"avx512_vnni"}, ("-march=x86-64-v4", "-mavx512vnni")),
     "avx512": (V4, ("-march=x86-64-v4",)),

@@ -221,6 +221,7 @@ def _loaded() -> tuple[Any, str | None]:
     lib.adjust.argtypes = [c_void_p, POINTER(AdjustCall), c_int]
     lib.copy_rows.argtypes = [c_int64, c_int64, *[c_void_p] * 4, c_int64]
     lib.copy_rows.restype = None
+    lib.scale_columns.restype, lib.scale_columns.argtypes = c_int64, [c_int64]
     lib.gumbel.argtypes = [c_uint64, c_void_p, c_int64, c_int64, c_void_p]
     lib.gumbel.restype = None
     lib.gather_ranks.argtypes, lib.gather_ranks.restype = [POINTER(Exchanges), c_void_p, c_int64, c_void_p], None

@@ -205,7 +205,8 @@ def test_levels(monkeypatch):
     """The best of the processor; one that it lacks would end the process with an illegal instruction."""
     monkeypatch.delenv("SPECKER_CPU", raising=False)
     for has, want in (
-        (build.LEVELS["avx512bf16"][0], "avx512bf16"),
+        (build.LEVELS["amx"][0], "amx"),
+        (build.LEVELS["avx512bf16"][0] | {"amx_tile"}, "avx512bf16"),
         (build.LEVELS["avx512vnni"][0], "avx512vnni"),
         (build.V4, "avx512"),
         (build.V3 | {"avx_vnni"}, "avxvnni"),
@@ -221,7 +222,7 @@ def test_levels(monkeypatch):
     with pytest.raises(ValueError, match="SPECKER_CPU=avx2 needs a processor with avx2, bmi2, f16c, fma"):
         build.level()
     monkeypatch.setenv("SPECKER_CPU", "nonsense")
-    with pytest.raises(ValueError, match=r"SPECKER_CPU must be one of avx512bf16, .*, portable, got 'nonsense'"):
+    with pytest.raises(ValueError, match=r"SPECKER_CPU must be one of amx, .*, portable, got 'nonsense'"):
         build.level()
 
 

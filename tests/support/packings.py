@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from specker import cpu
+from specker.cpu.library import native
 from specker.cpu.packed import FORMATS, Numbers, pack
 
 ROUNDING = 2.0**-24  # of float32, relative
@@ -76,16 +77,29 @@ def exact(n: Numbers) -> Exact:
     return Exact((codes - zero) * scale + shift, most * scale.abs() + shift.abs())
 
 
-def rounded(x: Tensor, activations: str, name: str) -> Tensor:
-    """What a product multiplies, in float64."""
+def scale_columns(name: str) -> int:
+    """Columns of x that have one scale in products with such weights; on processors with AMX not 32 everywhere."""
+    return int(native().scale_columns(FORMATS[name].code))
+
+
+def rounded(x: Tensor, activations: str, name: str, columns: int = 0) -> Tensor:
+    """What a product multiplies, in float64. `columns` with one scale; 0: in this process."""
     if activations == "float32":
         return x.double()
     if activations == "bfloat16" or name.startswith("fp8"):
         return x.bfloat16().double()
-    groups = x.unflatten(-1, (-1, 32))
-    top = groups.abs().amax(-1, keepdim=True)
-    factor = torch.where(top > 0, torch.full_like(top, 127) / top, 0)
-    return ((groups * factor).round().double() * (top / 127).double()).flatten(-2)
+    columns = columns or scale_columns(name)
+    groups = x.unflatten(-1, (-1, columns))
+
+    def whole(x: Tensor) -> Tensor:
+        top = x.abs().amax(-1, keepdim=True)
+        factor = torch.where(top > 0, torch.full_like(top, 127) / top, 0)
+        return (x * factor).round().double() * (top / 127).double()
+
+    if columns == 32:
+        return whole(groups).flatten(-2)
+    far = groups.abs() > 10 * groups.double().square().mean(-1, keepdim=True).sqrt()
+    return (whole(groups.masked_fill(far, 0)) + whole(groups.masked_fill(~far, 0))).flatten(-2)
 
 
 def bound(x: Tensor, activations: str, n: Numbers) -> Tensor:
@@ -110,6 +124,7 @@ def inputs(T: int = TALL, E: int = COLUMNS) -> Tensor:
 def products() -> dict[tuple[str, str], Tensor]:
     packed = {name: pack(numbers(name)) for name in FORMATS}
     found = {(name, kind): cpu.product(inputs(), w, kind) for name, w in packed.items() for kind in cpu.ACTIVATIONS}
+    found |= {(name, "columns"): torch.tensor(scale_columns(name)) for name in FORMATS}
     return found | {(name, "weights"): cpu.restored(w, torch.float32) for name, w in packed.items()}
 
 

@@ -25,6 +25,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "clusters.c": (f"{ODD} cluster_topk", "tests/kernels/test_cluster_topk.py"),
     "communicator.c": ("tests/cpu/test_communicator.py",),
     "experts.c": ("tests/cpu/test_mixtures.py",),
+    "few.c": ("tests/cpu/test_products.py",),
     "floats.c": ("tests/cpu/test_products.py",),
     "gates.c": ("tests/cpu/test_gates.py",),
     "integers.c": ("tests/cpu/test_products.py",),
@@ -39,6 +40,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "recurrent.c": ("tests/cpu/test_recurrent.py",),
     "rows.c": ("tests/cpu/test_products.py",),
     "sample.c": (f"{ODD} sample_rows", "tests/cpu/test_sample.py"),
+    "squares.c": ("tests/cpu/test_products.py",),
     "suffix.c": ("tests/cpu/test_suffixes.py",),
     "team.c": ("tests/cpu/test_team.py",),
 }

@@ -111,8 +111,8 @@ INLINE void tile_integers(int bits, int scales, int T, const uint8_t *w, const r
         for (int g = 0; g < columns / GROUP; g++) {
             const int64_t at = t0 * (E / GROUP) + (u * (columns / GROUP) + g) * T;
             const uint8_t *here = w + g * code_bytes(bits);
-            const int8_t *q8 = x->q + at * GROUP;
-            const float *by = x->scale + at, *both = x->both + at;
+            const int8_t *q8 = x->small.q + at * GROUP;
+            const float *by = x->small.scale + at, *both = x->small.both + at;
             const int32_t *begin = offset ? less + 2 * at : 0;
             const uint8_t *ahead = w + g * lines * 64;
             if (asks)

@@ -1,6 +1,7 @@
 // Products with few or many rows, over matrices whose rows may be stored in up to three formats.
 #include "products.h"
 #include "tiles.h"
+#include "units.h"
 #include <math.h>
 
 #define FIRST_PART 2
@@ -14,7 +15,9 @@ int64_t segment_bytes(int64_t format, int64_t rows, int64_t E) {
 
 // --- rows of x
 
-int64_t rows_bytes(int64_t T, int64_t E) { return T * E * 7 + T * (E / GROUP) * 32 + 8 * 64; }
+static int64_t eights_bytes(int64_t T, int64_t E) { return T * E + T * (E / GROUP) * 32 + T * (E / 256) * 16 + 7 * 64; }
+
+int64_t rows_bytes(int64_t T, int64_t E) { return (amx_allowed() ? 2 * eights_bytes(T, E) + T * E + T * (E / 256) * 37 + 4 * 64 : eights_bytes(T, E)) + T * E * 6 + 2 * 64; }
 
 static void *take(char **at, int64_t bytes) {
     void *p = (void *)(((uintptr_t)*at + 63) / 64 * 64);
@@ -22,13 +25,21 @@ static void *take(char **at, int64_t bytes) {
     return p;
 }
 
+static eights eights_at(char **at, int64_t T, int64_t E) {
+    eights e = {.q = take(at, T * E), .scale = take(at, T * (E / GROUP) * 4), .both = take(at, T * (E / GROUP) * 4)};
+    e.sums = take(at, T * (E / 256) * 16);
+    for (int i = 0; i < 3; i++) e.less[i] = take(at, T * (E / GROUP) * 8);
+    return e;
+}
+
 rows rows_at(const float *x, int64_t row, void *memory, int64_t T, int64_t E) {
     char *at = memory;
     rows r = {.x = x, .row = row, .T = T};
-    r.q = take(&at, T * E);
-    r.scale = take(&at, T * (E / GROUP) * 4);
-    r.both = take(&at, T * (E / GROUP) * 4);
-    for (int i = 0; i < 3; i++) r.less[i] = take(&at, T * (E / GROUP) * 8);
+    r.small = eights_at(&at, T, E);
+    if (amx_allowed()) {
+        r.large = eights_at(&at, T, E);
+        r.far = (outliers){take(&at, T * E), take(&at, T * (E / 16) * 2), take(&at, T * (E / 256) * 4), take(&at, T * (E / 256))};
+    }
     r.h = take(&at, T * E * 2);
     r.f = take(&at, T * E * 4);
     return r;
@@ -46,39 +57,97 @@ static int as_integers(const matrix *m, int64_t format) {
     return format > BFLOAT16 && KINDS[format].bits != FP8 && m->activations == AS_INT8;
 }
 
-// Rounds row t to int8 in groups of 32, scale = largest |x| / 127, to nearest, ties to even.
-static void round_int8(const matrix *m, const rows *r, int64_t t) {
-    int offset[3], halves[3];
-    for (int i = 0; i < m->count; i++) {
-        const int64_t format = m->parts[i].format;
-        offset[i] = as_integers(m, format) ? offset_of(KINDS[format].bits, KINDS[format].scales) : 0;
-        halves[i] = KINDS[format].scales == SIXTEEN;
-    }
-    const float *x = r->x + t * r->row;
+typedef struct { // where row t0 + row of x lies, and what the parts of a matrix need
+    int64_t t0, row, height, G, columns; // the tile of the row; its groups; columns with one scale
+    int paired, count;                   // two groups of a row lie side by side
+    int part[3], offset[3], halves[3];
+} spot;
+
+// Rounds x [columns], unit u of a row, to the nearest integers times `scale`, ties to even; by = 1 / scale.
+static void round_unit(const spot *s, const eights *to, int64_t u, const float *x, float scale, float by) {
     const vf magic = splat(12582912.0f); // 1.5 2^23: adding it rounds to an integer, in the last bits
-    const int64_t tiles = tiles_of(r->T), n = ((t + 1) * tiles - 1) / r->T, t0 = n * r->T / tiles; // t is in tile n
-    const int64_t height = (n + 1) * r->T / tiles - t0, G = m->E / GROUP;
-    int64_t at = t0 * G + t - t0;
-    for (int64_t g = 0; g < G; g++, x += GROUP, at += height) {
-        vf most = splat(0);
-        for (int i = 0; i < GROUP; i += LANES) {
-            vf a = load(x + i);
-            most = largest(most, largest(a, -a));
-        }
-        const float top = highest(most), scale = top / 127.0f, by = top > 0 ? 127.0f / top : 0;
-        int8_t *q = r->q + at * GROUP;
+    const int64_t groups = s->columns / GROUP, unit = s->t0 * (s->G / groups) + u * s->height + s->row;
+    to->scale[unit] = scale;
+    for (int64_t g = u * groups; g < (u + 1) * groups; g++, x += GROUP) {
+        const int64_t at = s->t0 * s->G + g * s->height + s->row;
+        int8_t *q = to->q + (s->paired ? at - g % 2 * (s->height - 1) + s->row : at) * GROUP;
         int32_t sums[2] = {0, 0};
         for (int i = 0; i < GROUP; i += LANES) {
-            vi n = (vi)(load(x + i) * by + magic) - 0x4b400000;
-            narrow_bytes(q + i, n);
-            sums[i / 16] += (int32_t)total(to_float(n)); // integers: exact in any order
+            vi whole = (vi)(load(x + i) * by + magic) - 0x4b400000;
+            narrow_bytes(q + i, whole);
+            sums[i / 16] += (int32_t)total(to_float(whole)); // integers: exact in any order
         }
-        r->scale[at] = scale;
-        r->both[at] = scale * (float)(sums[0] + sums[1]);
-        for (int i = 0; i < m->count; i++) {
-            r->less[i][2 * at] = -offset[i] * (halves[i] ? sums[0] : sums[0] + sums[1]);
-            r->less[i][2 * at + 1] = halves[i] ? -offset[i] * sums[1] : 0;
+        if (s->columns == GROUP)
+            to->both[unit] = scale * (float)(sums[0] + sums[1]);
+        else
+            to->sums[8 * unit + g % 8] = (int16_t)(sums[0] + sums[1]);
+        for (int i = 0; i < s->count; i++) {
+            int32_t *less = to->less[s->part[i]] + 2 * at;
+            less[0] = -s->offset[i] * (s->halves[i] ? sums[0] : sums[0] + sums[1]);
+            less[1] = s->halves[i] ? -s->offset[i] * sums[1] : 0;
         }
+    }
+}
+
+int64_t scale_columns(int64_t format) { return by_units(format) ? 256 : GROUP; }
+
+static float top_of(const float *x, int64_t count) { // the largest |x|
+    vf most = splat(0);
+    for (int64_t i = 0; i < count; i += LANES) {
+        vf a = load(x + i);
+        most = largest(most, largest(a, -a));
+    }
+    return highest(most);
+}
+
+// Moves the numbers of x [256] beyond `limit` to `far`, where x is number `at` of all; near: x with zeros in their places.
+// Returns the groups that have some.
+static uint8_t keep_far(const outliers *far, int64_t at, const float *x, float limit, float top, float *near) {
+    uint8_t groups = 0;
+    int8_t q[256];
+    far->scale[at / 256] = top / 127.0f;
+    for (int i = 0; i < 256; i++) {
+        const int is = fabsf(x[i]) > limit;
+        near[i] = is ? 0 : x[i], q[i] = is ? (int8_t)nearest(x[i] * (127.0f / top)) : 0;
+        groups |= (uint8_t)(is << i / GROUP);
+    }
+    memcpy(far->q + at, q, 256);
+    for (int i = 0; i < 256; i += 16) {
+        int sum = 0;
+        for (int j = i; j < i + 16; j++) sum += q[j];
+        far->sums[(at + i) / 16] = (int16_t)sum;
+    }
+    return groups;
+}
+
+// Rounds row t to int8 for the parts of m for which so many columns have one scale; the largest number of a unit becomes 127.
+static void round_int8(const matrix *m, const rows *r, int64_t t, int64_t columns) {
+    const int64_t tiles = tiles_of(r->T), n = ((t + 1) * tiles - 1) / r->T, t0 = n * r->T / tiles; // t is in tile n
+    spot s = {t0, t - t0, (n + 1) * r->T / tiles - t0, m->E / GROUP, columns, columns > GROUP && r->T >= FEWEST, 0, {0}, {0}, {0}};
+    for (int i = 0; i < m->count; i++) {
+        const int64_t format = m->parts[i].format;
+        if (!as_integers(m, format) || scale_columns(format) != columns) continue;
+        const int bits = KINDS[format].bits, scales = KINDS[format].scales;
+        s.part[s.count] = i, s.offset[s.count] = columns == GROUP ? offset_of(bits, scales) : 1 << (bits - 1);
+        s.halves[s.count++] = columns > GROUP || scales == SIXTEEN;
+    }
+    if (!s.count) return;
+    const float *x = r->x + t * r->row;
+    for (int64_t u = 0; u < m->E / columns; u++, x += columns) {
+        const float top = top_of(x, columns);
+        if (columns == GROUP) {
+            round_unit(&s, &r->small, u, x, top / 127.0f, top > 0 ? 127.0f / top : 0);
+            continue;
+        }
+        const float limit = FAR_NUMBER * sqrtf(dot(x, x, 256) / 256);
+        uint8_t *groups = r->far.groups + t * (m->E / 256) + u;
+        *groups = 0;
+        float near[256], low = top;
+        if (top > limit) {
+            *groups = keep_far(&r->far, t * m->E + u * 256, x, limit, top, near);
+            low = top_of(near, 256);
+        }
+        round_unit(&s, &r->large, u, *groups ? near : x, low / 127.0f, low > 0 ? 127.0f / low : 0);
     }
 }
 
@@ -93,7 +162,7 @@ void round_row(const matrix *m, const rows *r, int64_t t) {
         int64_t format = m->parts[i].format;
         integers |= as_integers(m, format), pairs |= in_pairs(m, format), floats |= as_floats(m, format);
     }
-    if (integers) round_int8(m, r, t);
+    if (integers) round_int8(m, r, t, GROUP), round_int8(m, r, t, 256);
     const float *x = r->x + t * r->row;
     if (pairs)
         for (int64_t e = 0; e < m->E; e++) r->h[t * m->E + e] = narrow(x[e]);
@@ -112,6 +181,12 @@ static void interleaved(const matrix *m, int part, const rows *x, int64_t T, int
     const int integer = as_integers(m, s->format), rounded = as_floats(m, s->format);
     const float *f = rounded ? x->f : x->x;
     const int64_t row_x = rounded ? E : x->row;
+#if defined(__AMX_INT8__)
+    if (integer && by_units(s->format) && T >= FEWEST) {
+        squares(s->format, s->data + first / ROWS * size, count, x, E, y, row_y);
+        return;
+    }
+#endif
     for (int64_t o = 0; o < count; o += ROWS) {
         const uint8_t *w = s->data + (first + o) / ROWS * size;
         const int whole = count - o >= ROWS;
@@ -119,8 +194,13 @@ static void interleaved(const matrix *m, int part, const rows *x, int64_t T, int
             const int64_t t0 = n * T / tiles, t1 = (n + 1) * T / tiles;
             float room[MOST * ROWS], *to = whole ? y + t0 * row_y + o : room;
             const int64_t row = whole ? row_y : ROWS;
+#if defined(__AMX_INT8__)
+            if (integer && by_units(s->format))
+                few_rows(s->format, w, x, part, E, to, row);
+            else
+#endif
             if (integer)
-                INTEGER_TILES[s->format]((int)(t1 - t0), w, x, x->less[part], t0, E, to, row);
+                INTEGER_TILES[s->format]((int)(t1 - t0), w, x, x->small.less[part], t0, E, to, row);
             else
                 FLOAT_TILES[s->format]((int)(t1 - t0), w, f + t0 * row_x, row_x, E, to, row);
             if (!whole)

@@ -42,20 +42,37 @@ typedef struct {
     int64_t activations; // the type for quantised parts; bfloat16 parts take bfloat16 unless this is AS_FLOAT32
 } matrix;
 
-// Rows of x [T, E] in the forms that a matrix needs; a thread's own, or shared. The 8-bit form is a
-// tile of rows after another (tiles.h), and in a tile the rows of a group of 32 columns lie side by side.
+// x rounded to eight bits. A unit here is the columns with one scale (`scale_columns`). It is a tile of rows after another
+// (tiles.h), and in a tile the same columns of all rows lie side by side.
+typedef struct {
+    int8_t *q;        // tiles of [E / 32, rows, 32], or [E / 64, rows, 64] for `squares`
+    float *scale;     // tiles of [units, rows]
+    float *both;      // units of 32 columns: tiles of [units, rows], scale times the sum of q
+    int16_t *sums;    // units of 256 columns: tiles of [units, rows, 8], the sums of q in each 32 columns
+    int32_t *less[3]; // of each part of the matrix: tiles of [E / 32, rows, 2], see `offset_of`; units of 256
+                      // columns and SIXTEEN have one for each half of a group, the others have one and 0
+} eights;
+
+// One scale for 256 columns would leave nothing of most of them where one number is far larger than the others. Such
+// numbers stand here instead, with a scale of their own: what is 0 elsewhere is rounded to q.
+typedef struct {
+    int8_t *q;       // [T, E]; only groups of 32 columns that have such numbers are written
+    int16_t *sums;   // [T, E / 16], of q in 16 columns; likewise
+    float *scale;    // [T, E / 256]
+    uint8_t *groups; // [T, E / 256], a bit for each group that has such numbers
+} outliers;
+
+// Rows of x [T, E] in the forms that a matrix needs; a thread's own, or shared.
 typedef struct {
     const float *x; // [T, E], `row` floats apart
     int64_t row, T;
-    int8_t *q;    // tiles of [E / 32, rows, 32], rounded to eight bits
-    float *scale; // tiles of [E / 32, rows]
-    float *both;  // like `scale`: scale times the sum of q
-    int32_t *less[3]; // of each part of the matrix: tiles of [E / 32, rows, 2], see `offset_of`; SIXTEEN has one for each
-                      // half of a group, the others have one and 0
+    eights small, large; // for units of 32, and of 256 columns
+    outliers far;        // of units of 256 columns
     uint16_t *h;  // [T, E], rounded to bfloat16
     float *f;     // [T, E], rounded to bfloat16, stored as float32
 } rows;
 
+int64_t scale_columns(int64_t format); // columns of x that have one scale in products with W in this format
 int64_t rows_bytes(int64_t T, int64_t E);                       // memory for `rows_at`
 rows rows_at(const float *x, int64_t row, void *memory, int64_t T, int64_t E);
 void round_row(const matrix *m, const rows *x, int64_t t);      // fills the forms of row t that m needs

@@ -136,10 +136,11 @@ INLINE void scales_of(int bits, int scales, const uint8_t *unit, int g, int part
 // x [T, E] is cut into tiles of about equal height: tile n has rows n T / tiles .. (n + 1) T / tiles - 1.
 INLINE int64_t tiles_of(int64_t T) { return (T + MOST - 1) / MOST; }
 
-// One tile: rows t0 .. t0 + T - 1 of x, T <= MOST, times 16 rows of W at `w`: y[t * row_y + lane]. less: `rows.less` of
+// One tile: rows t0 .. t0 + T - 1 of x, T <= MOST, times 16 rows of W at `w`: y[t * row_y + lane]. less: `less` of
 // these rows of W.
 typedef void integer_tile(int T, const uint8_t *w, const rows *x, const int32_t *less, int64_t t0, int64_t E, float *y,
                           int64_t row_y);
+
 typedef void float_tile(int T, const uint8_t *w, const float *x, int64_t row_x, int64_t E, float *y, int64_t row_y);
 extern integer_tile *const INTEGER_TILES[FORMATS];
 extern float_tile *const FLOAT_TILES[FORMATS];

@@ -34,6 +34,7 @@ typedef vh vh_any __attribute__((aligned(1), may_alias));
 INLINE vf load(const void *p) { return *(const vf_any *)p; }
 INLINE void store(void *p, vf x) { *(vf_any *)p = x; }
 INLINE vh bytes(const void *p) { return *(const vh_any *)p; }
+INLINE vi lanes(const void *p) { return *(const vi_any *)p; }
 INLINE vf splat(float x) { return x - (vf){0}; }
 INLINE int32_t word(const void *p) {
     int32_t x;
@@ -55,6 +56,7 @@ INLINE vf fma_(vf a, vf b, vf c) {
 }
 
 INLINE vf to_float(vi x) { return __builtin_convertvector(x, vf); }
+INLINE vi to_integer(vf x) { return __builtin_convertvector(x, vi); } // towards zero
 
 INLINE vf largest(vf a, vf b) {
 #if LANES == 16
@@ -243,7 +245,21 @@ INLINE vi integers(const void *p) {
 #endif
 }
 
+// The same of signed bytes.
+INLINE vi signed_integers(const void *p) {
+#if LANES == 16
+    return (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p));
+#elif LANES == 8
+    return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p));
+#else
+    vi x = {0};
+    for (int i = 0; i < LANES; i++) x[i] = ((const int8_t *)p)[i];
+    return x;
+#endif
+}
+
 INLINE vf unsigned_bytes(const void *p) { return to_float(integers(p)); }
+INLINE vf signed_bytes(const void *p) { return to_float(signed_integers(p)); }
 
 // The bytes table[i] for bytes i of 0 to 15.
 INLINE vh looked_up(const uint8_t table[16], vh i) {
@@ -259,18 +275,6 @@ INLINE vh looked_up(const uint8_t table[16], vh i) {
     for (int n = 0; n < SIZE; n++) x[n] = table[x[n]];
     memcpy(&i, x, SIZE);
     return i;
-#endif
-}
-
-INLINE vf signed_bytes(const void *p) {
-#if LANES == 16
-    return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
-#elif LANES == 8
-    return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
-#else
-    vf x = {0};
-    for (int i = 0; i < LANES; i++) x[i] = ((const int8_t *)p)[i];
-    return x;
 #endif
 }
 
@@ -385,6 +389,20 @@ INLINE vi dot4_all(vi acc, vh u, const int8_t *s) {
 }
 
 INLINE vi dot8_all(vi acc, vh u, const int8_t *s) { return ZERO8 ? dot4_all(acc, u, s) : dot8(acc, u, (vi){0} + word(s)); }
+
+// acc + u s in each lane: two integers of 16 bits, u >= 0 in one register's lane, and the same two at s for all lanes.
+INLINE vi dot2_all(vi acc, vi u, const int16_t *s) {
+#if LANES == 16 && defined(__AVX512VNNI__)
+    __asm__("vpdpwssd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(u), "m"(*(const word_any *)s));
+    return acc;
+#elif LANES == 16
+    return acc + (vi)_mm512_madd_epi16((__m512i)u, _mm512_set1_epi32(word(s)));
+#elif LANES == 8
+    return acc + (vi)_mm256_madd_epi16((__m256i)u, _mm256_set1_epi32(word(s)));
+#else
+    return acc + (u & 0xffff) * s[0] + (u >> 16) * s[1];
+#endif
+}
 
 // The largest of z [n]; a NaN counts as the lowest.
 __attribute__((unused)) static float highest_of(const float *z, int64_t n) {
