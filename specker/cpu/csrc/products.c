@@ -17,7 +17,10 @@ int64_t segment_bytes(int64_t format, int64_t rows, int64_t E) {
 
 static int64_t eights_bytes(int64_t T, int64_t E) { return T * E + T * (E / GROUP) * 32 + T * (E / 256) * 16 + 7 * 64; }
 
-int64_t rows_bytes(int64_t T, int64_t E) { return (amx_allowed() ? 2 * eights_bytes(T, E) + T * E + T * (E / 256) * 37 + 4 * 64 : eights_bytes(T, E)) + T * E * 6 + 2 * 64; }
+int64_t rows_bytes(int64_t T, int64_t E) {
+    const int64_t far = amx_allowed() ? eights_bytes(T, E) + T * E + T * (E / 256) * 37 + 4 * 64 : 0;
+    return eights_bytes(T, E) + far + T * E * 6 + 2 * 64;
+}
 
 static void *take(char **at, int64_t bytes) {
     void *p = (void *)(((uintptr_t)*at + 63) / 64 * 64);
@@ -38,7 +41,10 @@ rows rows_at(const float *x, int64_t row, void *memory, int64_t T, int64_t E) {
     r.small = eights_at(&at, T, E);
     if (amx_allowed()) {
         r.large = eights_at(&at, T, E);
-        r.far = (outliers){take(&at, T * E), take(&at, T * (E / 16) * 2), take(&at, T * (E / 256) * 4), take(&at, T * (E / 256))};
+        r.far.q = take(&at, T * E);
+        r.far.sums = take(&at, T * (E / 16) * 2);
+        r.far.scale = take(&at, T * (E / 256) * 4);
+        r.far.groups = take(&at, T * (E / 256));
     }
     r.h = take(&at, T * E * 2);
     r.f = take(&at, T * E * 4);
