@@ -2,9 +2,6 @@
 #include "units.h"
 #if defined(__AMX_INT8__)
 
-#define FAR 16384 // bytes ahead at which weights are asked for (integers.c)
-#define NEAR 2048
-
 // Float32 adds products of dots and integer scales without rounding while they stay below 2^24: for eight groups of four
 // bits, if codes are less half of their range, for four of five bits, and for one of six.
 INLINE void tile(int bits, int scales, int T, const uint8_t *w, const rows *x, int part, int64_t E, float *y, int64_t row_y) {
@@ -26,8 +23,7 @@ INLINE void tile(int bits, int scales, int T, const uint8_t *w, const rows *x, i
                 const int64_t at = (u * 8 + g) * T;
                 const int8_t *row = given->q + at * GROUP;
                 const int32_t *begin = given->less[part] + 2 * at;
-                const uint8_t *ahead = w + g * lines * 64;
-                for (int64_t i = 0; i < 64 * lines; i += 64) prefetch_far(ahead + FAR + i), prefetch(ahead + NEAR + i);
+                ask_ahead(w + g * lines * 64, lines);
                 vi scale, second;
                 vh q[8];
                 integer_scales(scales, p, g, &scale, &second);

@@ -4,12 +4,7 @@
 #include <cpuid.h>
 #endif
 
-// Bytes ahead at which weights are asked for: into the second cache early enough for memory, into the first one for the
-// next group.
-#define FAR 16384
-#define NEAR 2048
-
-// Whether a single row of x asks, too. Memory gives Zen 3 and 4 all it can without that; other processors gain by it.
+// Whether a single row of x asks for weights ahead, too. Memory gives Zen 3 and 4 all it can without that; other processors gain by it.
 static int alone;
 #if defined(__x86_64__)
 __attribute__((constructor)) static void set_alone(void) {
@@ -114,9 +109,7 @@ INLINE void tile_integers(int bits, int scales, int T, const uint8_t *w, const r
             const int8_t *q8 = x->small.q + at * GROUP;
             const float *by = x->small.scale + at, *both = x->small.both + at;
             const int32_t *begin = offset ? less + 2 * at : 0;
-            const uint8_t *ahead = w + g * lines * 64;
-            if (asks)
-                for (int64_t i = 0; i < 64 * lines; i += 64) prefetch_far(ahead + FAR + i), prefetch(ahead + NEAR + i);
+            if (asks) ask_ahead(w + g * lines * 64, lines);
 #ifdef CODE_BY_CODE
             vi d0[MOST][PARTS], d1[MOST][PARTS];
             dots(bits, apart, T, here, q8, begin, d0, d1);

@@ -8,8 +8,6 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#define FAR 16384 // bytes ahead at which weights are asked for (integers.c)
-#define NEAR 2048
 #define HIGH 8    // squares of x, one below another, for which codes are unpacked once
 #define WIDE 128  // rows of W in a run, which the second cache holds
 
@@ -143,8 +141,7 @@ INLINE void take(int bits, int scales, int pair, const turn *n, const factors *f
             multiply(scales, pair, g % 2, n->codes[g / 2][g % 2]);
         }
         if (n->then) {
-            const uint8_t *ahead = n->then + g * lines * 64;
-            for (int64_t i = 0; i < 64 * lines; i += 64) prefetch_far(ahead + FAR + i), prefetch(ahead + NEAR + i);
+            ask_ahead(n->then + g * lines * 64, lines);
             unpack_group(bits, scales, n->then, g, n->to[g / 2]);
         }
         for (const int64_t end = (g - 2) * part < n->rows ? (g - 2) * part : n->rows; t < end; t++) {

@@ -133,6 +133,12 @@ INLINE void scales_of(int bits, int scales, const uint8_t *unit, int g, int part
     if (bits == FP8) *scale *= 256.0f; // see `fp8`
 }
 
+// Asks for weights after those at `w`, of so many cache lines: into the second cache early enough for memory, into the first
+// one for the next group.
+INLINE void ask_ahead(const uint8_t *w, int64_t lines) {
+    for (int64_t i = 0; i < 64 * lines; i += 64) prefetch_far(w + 16384 + i), prefetch(w + 2048 + i);
+}
+
 // x [T, E] is cut into tiles of about equal height: tile n has rows n T / tiles .. (n + 1) T / tiles - 1.
 INLINE int64_t tiles_of(int64_t T) { return (T + MOST - 1) / MOST; }
 

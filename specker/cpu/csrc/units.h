@@ -17,6 +17,7 @@ INLINE int amx_allowed(void) { return 0; }
 
 INLINE int by_units(int64_t format) { return KINDS[format].scales >= SUPER && amx_allowed(); }
 
+#if defined(__AMX_INT8__)
 // The integers by which the dot products of group g are multiplied, with SIXTEEN those of columns 0 to 15, and of 16 to
 // 31. `p`: where the unit's scales begin.
 INLINE void integer_scales(int scales, const uint8_t *p, int64_t g, vi *scale, vi *second) {
@@ -43,6 +44,12 @@ INLINE factors factors_of(int scales, const uint8_t *p) {
     factors f = {.d = halves(p + 256)};
     if (scales == SUPER) f.m = -halves(p + 288), pairs_of(p + 128, 1, f.shifts);
     return f;
+}
+
+// acc + u s in each lane: two integers of 16 bits in a lane of u, and the same two at s for all lanes.
+INLINE vi dot2_all(vi acc, vi u, const int16_t *s) {
+    __asm__("vpdpwssd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(u), "m"(*(const word_any *)s));
+    return acc;
 }
 
 // acc + the sum of x in the groups of a unit, each times an integer.
@@ -79,3 +86,4 @@ INLINE vf with_outliers(int bits, int scales, const uint8_t *w, const factors *f
     if (scales == SUPER) product = fma_(to_float(shift), f->m, product);
     return fma_(product, splat(far->scale[unit]), y);
 }
+#endif

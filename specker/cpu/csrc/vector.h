@@ -390,20 +390,6 @@ INLINE vi dot4_all(vi acc, vh u, const int8_t *s) {
 
 INLINE vi dot8_all(vi acc, vh u, const int8_t *s) { return ZERO8 ? dot4_all(acc, u, s) : dot8(acc, u, (vi){0} + word(s)); }
 
-// acc + u s in each lane: two integers of 16 bits, u >= 0 in one register's lane, and the same two at s for all lanes.
-INLINE vi dot2_all(vi acc, vi u, const int16_t *s) {
-#if LANES == 16 && defined(__AVX512VNNI__)
-    __asm__("vpdpwssd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(u), "m"(*(const word_any *)s));
-    return acc;
-#elif LANES == 16
-    return acc + (vi)_mm512_madd_epi16((__m512i)u, _mm512_set1_epi32(word(s)));
-#elif LANES == 8
-    return acc + (vi)_mm256_madd_epi16((__m256i)u, _mm256_set1_epi32(word(s)));
-#else
-    return acc + (u & 0xffff) * s[0] + (u >> 16) * s[1];
-#endif
-}
-
 // The largest of z [n]; a NaN counts as the lowest.
 __attribute__((unused)) static float highest_of(const float *z, int64_t n) {
     vf most = splat(-INFINITY);
